@@ -168,7 +168,7 @@ if TYPE_CHECKING:
 __all__ = sorted(_EXPORTS)
 
 __version__: str
-"""Of the installed package; read when it is first asked for."""
+"""Version of the installed package, read on first use."""
 
 
 if not TYPE_CHECKING:  # a type checker takes a name that does not exist for an error

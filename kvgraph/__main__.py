@@ -7,7 +7,7 @@ import signal
 
 
 def main() -> None:
-    """Ctrl-C ends it without a word while it imports what it needs too: nothing is made yet."""
+    """Run the command line. Ctrl-C during its imports exits silently with status 130."""
     before = signal.getsignal(signal.SIGINT)
     if before is signal.default_int_handler:
         signal.signal(signal.SIGINT, lambda number, frame: os._exit(130))

@@ -1,9 +1,9 @@
-"""What torch learns of kvgraph in a process that has both: the ops, and records as pytrees.
+"""Registers kvgraph's ops and its record classes (as pytrees) with torch.
 
 A program of torch.export that names our ops loads after `import kvgraph`, in either order of the
-two imports, and `import kvgraph` alone imports no framework. Decision: a finder that waits for the
-import of torch. An entry point of torch's own would run at every start of torch in processes that
-never import kvgraph, and a failure there would be torch's.
+two imports, and `import kvgraph` alone imports no framework. Decision: an import finder waits for
+the import of torch. A torch entry point would instead run at every start of torch, also in
+processes that never import kvgraph, and its failure would be reported as torch's.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from kvgraph.handlers import let_pass
 
 
 def register_with_torch() -> None:
-    """Register now if torch is imported, else right after it is; more than once is harmless."""
+    """Register now if torch is imported, else right after its import. Repeated calls are safe."""
     if sys.modules.get("torch") is not None:
         _register()
     elif not any(isinstance(finder, _TorchFinder) for finder in sys.meta_path):
@@ -29,7 +29,7 @@ def register_with_torch() -> None:
 
 
 class _TorchFinder:
-    """Finds torch where the other finders do, and leaves when it is imported."""
+    """Import finder that wraps torch's loader, and removes itself once torch is imported."""
 
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
@@ -49,7 +49,7 @@ class _TorchFinder:
 
 
 class _Loader:
-    """Another finder's loader, which the module keeps; `then` runs once the module has."""
+    """Wraps another finder's loader, and calls `then` after the module has executed."""
 
     def __init__(self, loader: Loader, then: Callable[[], None]) -> None:
         self._loader = loader
@@ -66,7 +66,7 @@ class _Loader:
 
 
 def _register() -> None:
-    """A torch that cannot take the ops stays importable; what needs them says why it fails."""
+    """Register the ops. On failure warn only: torch stays importable, users of the ops fail."""
     try:
         from kvgraph.ops import torch_fusions, torch_ops, torch_pytrees  # noqa: F401
     except Exception as error:

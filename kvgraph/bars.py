@@ -14,18 +14,18 @@ from rich.text import Text
 from kvgraph.progress import Advance, is_followed, listening
 
 SHOWN_AFTER = 2.0
-"""Seconds; what ends before is not shown."""
+"""Seconds that a task must have run before its row is shown."""
 
 
 @contextmanager
 def show_progress() -> Iterator[None]:
-    """A scope whose long tasks show on stderr how far they are, and their time left.
+    """Show the progress and remaining time of long tasks on stderr while the scope is open.
 
         with kvgraph.show_progress():
             completions = engine.generate(prompts)
 
-    Tasks are those of this thread: generating, hashing, compiling, writing weights. Nothing is
-    written where stderr is no terminal, nor by a scope inside of another.
+    Only tasks of this thread are shown: generating, hashing, compiling, writing weights. Nothing
+    is written if stderr is not a terminal; a scope inside another scope adds nothing.
     """
     if is_followed():
         yield
@@ -35,7 +35,7 @@ def show_progress() -> Iterator[None]:
 
 
 class Bars(AbstractContextManager["Bars"]):
-    """Listens in its scope. A stage is a row without a share, which is shown at once."""
+    """A progress listener while it is open. A stage is a row without a share, shown at once."""
 
     def __init__(self, console: Console) -> None:
         self._rows = _Rows(
@@ -46,7 +46,7 @@ class Bars(AbstractContextManager["Bars"]):
             console=console,
             transient=True,
         )
-        self._is_shown = console.is_interactive  # else it writes an empty line
+        self._is_shown = console.is_interactive  # otherwise rich writes an empty line
         self._scope = listening(self)
         self._stage = self._rows.add_task("", total=None, visible=False)
 

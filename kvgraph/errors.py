@@ -7,20 +7,20 @@
     |- ModelError (ValueError)               a model folder that cannot be read
     |- ArtifactError (ValueError)            an artifact that is damaged or does not fit
     |- StoreError (ValueError)               a tier's folder, address or limit that cannot be used
-    |- UnsupportedError (ValueError)         what no kernel, backend or frontend has
+    |- UnsupportedError (ValueError)         no kernel, backend or frontend supports the request
     |- CapacityError (RuntimeError)          no row or page is left, or a row owns too few
     |  `- InsufficientPagesError             the pool is short of pages; nothing was changed
     |- GenerationError (RuntimeError)        a request that failed on its own while others went on
     |- TransferError (RuntimeError)          pages that another engine refused, or did not get
     |- CheckError (RuntimeError)             a compile does not compute what its model computes
     |- KernelError (RuntimeError)            an op refused its operands, in a step or a trace
-    |  `- KernelFaultError                    executed PTX did what no kernel may do
+    |  `- KernelFaultError                    executed PTX broke a rule of memory or barriers
     |- DeviceError (RuntimeError)            a device cannot do this, such as a virtual one
-    |  `- DeviceLostError                    no step can run on it any more in this process
+    |  `- DeviceLostError                    the device runs no more steps in this process
     |- RankError (RuntimeError)              a rank of an artifact is missing or has failed
     `- MissingDependencyError (ImportError)  an optional package is not installed
 
-A message is one sentence: the thing, what was expected and from where, and what came.
+A message is one sentence: the object, the expected value and its source, and the actual value.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class InsufficientPagesError(CapacityError):
     `needed`, `free`, `used` and `total` are page counts of one replica.
     """
 
-    # The defaults let another process make it again of its message, and fill in the counts.
+    # Unpickling in another process calls the class with the message alone: hence the defaults.
     def __init__(
         self, message: str, *, needed: int = 0, free: int = 0, used: int = 0, total: int = 0
     ) -> None:
@@ -77,7 +77,7 @@ class InsufficientPagesError(CapacityError):
 
 
 class GenerationError(KVGraphError, RuntimeError):
-    """A request ended with finish_reason "error" where only its text is handed over."""
+    """A request ended with finish_reason "error", and the caller would receive only its text."""
 
 
 class TransferError(KVGraphError, RuntimeError):
@@ -85,7 +85,7 @@ class TransferError(KVGraphError, RuntimeError):
 
 
 class CheckError(KVGraphError, RuntimeError):
-    """What was compiled does not compute what its model computes; nothing was written."""
+    """The compiled graph does not compute the same as its model; nothing was written."""
 
 
 class KernelError(KVGraphError, RuntimeError):
@@ -93,7 +93,7 @@ class KernelError(KVGraphError, RuntimeError):
 
 
 class KernelFaultError(KernelError):
-    """A kernel, executed as PTX, used memory, registers or barriers in a way that is wrong."""
+    """A kernel that was executed as PTX misused memory, registers or barriers."""
 
 
 class DeviceError(KVGraphError, RuntimeError):
@@ -101,7 +101,7 @@ class DeviceError(KVGraphError, RuntimeError):
 
 
 class DeviceLostError(DeviceError):
-    """An error of a step ended the process's context on a device: start the process again."""
+    """A failed step destroyed this process's context on a device: restart the process."""
 
 
 class RankError(KVGraphError, RuntimeError):

@@ -1,7 +1,7 @@
-"""What a user's signal handler raises, a time limit's error say, while a library is at work.
+"""Keeps exceptions of the user's signal handlers, such as a time limit's, apart from others.
 
-Python calls handlers wherever the main thread is, so mostly within a call of a library. Code that
-gives a library's errors another class must not take the handler's error for one of them.
+Python calls signal handlers wherever the main thread is, so often inside a library call. Code
+that converts a library's errors to another class must not convert an exception of a handler.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from types import CodeType, FrameType
 
 
 def let_pass(error: BaseException) -> None:
-    """Raises `error` again if a Python handler of a signal has raised it."""
+    """Raise `error` again if a Python signal handler raised it."""
     place, installed = error.__traceback__, frozenset(_installed())
     while place is not None and place.tb_next is not None:
         frame = place.tb_next.tb_frame
@@ -25,7 +25,7 @@ def let_pass(error: BaseException) -> None:
 
 
 def _installed() -> Iterator[CodeType]:
-    """The code of each signal's handler, as far as it is written in Python."""
+    """Code objects of all installed signal handlers that are written in Python."""
     for number in signal.valid_signals():
         handler: object = signal.getsignal(number)
         while isinstance(handler, partial):
@@ -37,8 +37,8 @@ def _installed() -> Iterator[CodeType]:
 
 
 def _handles(frame: FrameType, interrupted: FrameType) -> bool:
-    """Whether `frame` runs a handler that may be installed no more: its arguments are a signal's
-    number and the frame that the signal has interrupted."""
+    """Whether `frame` runs a signal handler, even one that is no longer installed: its arguments
+    are a signal number and the interrupted frame."""
     code, held = frame.f_code, frame.f_locals
     given = [held.get(name) for name in code.co_varnames[: code.co_argcount]]
     if code.co_flags & CO_VARARGS:

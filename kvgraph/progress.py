@@ -1,4 +1,4 @@
-"""How far a long task is: told to the listener of this context; without one it costs nothing.
+"""Reports the progress of long tasks to this context's listener, if there is one.
 
     with task("hashing", total, "bytes") as advance:
         advance(len(piece))         # from any thread
@@ -14,12 +14,12 @@ from contextvars import ContextVar
 from typing import Protocol, TypeAlias
 
 Advance: TypeAlias = Callable[[int], object]
-"""Called with what was done since the last call, in the task's unit."""
+"""Called with the amount that was done since the last call, in the task's unit."""
 
 
 class Listener(Protocol):
     def task(self, what: str, total: int, unit: str) -> AbstractContextManager[Advance]:
-        """A scope in which `total` of `unit` ("bytes", "tokens", ...) are done."""
+        """Return a scope in which `total` of `unit` ("bytes", "tokens", ...) are done."""
         ...
 
 
@@ -41,13 +41,13 @@ def listening(listener: Listener) -> Iterator[None]:
 
 
 def is_followed() -> bool:
-    """Whether anybody listens: what is to be told may cost something."""
+    """Whether a listener is set, so that reports may cost some work."""
     return _listener.get() is not None
 
 
 @contextmanager
 def task(what: str, total: int, unit: str) -> Iterator[Advance]:
-    """A scope in which `total` of `unit` are done; gives what is called as they are."""
+    """Open a scope in which `total` of `unit` are done; yield the function that reports them."""
     listener = _listener.get()
     if listener is None:
         yield _to_nobody
@@ -61,5 +61,5 @@ def task(what: str, total: int, unit: str) -> Iterator[Advance]:
 
 
 def advance(count: int = 1) -> None:
-    """Of the innermost task of this context, where its steps do not see it."""
+    """Report `count` for this context's innermost task, where the caller has no `Advance`."""
     _innermost.get()(count)

@@ -1,4 +1,4 @@
-"""What `kvgraph inspect` prints of an artifact."""
+"""The tables that `kvgraph inspect` prints about an artifact."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 def show(folder: Path, manifest: Manifest, to: Console) -> None:
-    """Facts, bindings, ops and passes, kernels, files."""
+    """Print facts, bindings, ops, passes, kernels (CUDA only) and files of an artifact."""
     to.print(facts(manifest))
     to.print(bindings(manifest))
     to.print(ops(manifest))
@@ -86,7 +86,7 @@ def facts(manifest: Manifest) -> Table:
 
 
 def mixture_line(mixture: Mixture) -> str:
-    """How many there are, and what of them works on a token and is read in a step."""
+    """One line on the experts: counts, parameters used per token, bytes read in a step."""
     read = {rows: size_text(mixture.read(rows)) for rows in (1, 64)}
     return (
         f"{mixture.layers} {plural('layer', mixture.layers)} of {mixture.experts}, "
@@ -130,8 +130,8 @@ def ops(manifest: Manifest) -> Table:
 def passes(manifest: Manifest) -> Iterator[str]:
     """A line for each pass of the target, in order: how often it applied, or why it was left out.
 
-    A check without a figure held, or there would be no artifact. An artifact of another version
-    tells of the passes that its manifest names.
+    A check that has no count has held, or no artifact would exist. For an artifact of another
+    kvgraph version, only the passes in its manifest are listed.
     """
     from kvgraph.compiler.passes.lists import PASSES
 
@@ -156,7 +156,7 @@ def _applied(entry: PassEntry) -> str:
 
 
 def grouped(sentences: Sequence[str]) -> Iterator[str]:
-    """Sentences "place: why", those of one reason in one."""
+    """Join sentences "place: why" that have the same reason into one."""
     places: dict[str, list[str]] = {}
     for sentence in sentences:
         place, _, why = sentence.partition(": ")
@@ -179,7 +179,7 @@ def _options(manifest: Manifest) -> PassOptions:
 
 
 def kernels(folder: Path, paths: list[str], executed: Sequence[ExecutedKernel]) -> Table:
-    """Of a CUDA artifact: what each cubin takes of a multiprocessor, and what it did as PTX."""
+    """The table of a CUDA artifact's cubins: multiprocessor resources, and counts of its PTX."""
     seconds = _compile_seconds(folder)
     did = {each.file: each for each in executed}
     title = "Kernels (shared memory and a thread's spills in bytes"
@@ -219,7 +219,7 @@ def ratio(found: int, ideal: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Kernel:
-    """What is shown of an entry of kernels.json."""
+    """The fields of a kernels.json entry that are shown."""
 
     kernel: str
     role: str
@@ -233,7 +233,7 @@ class _Kernel:
 
 
 def _kernels(folder: Path, path: str) -> list[_Kernel]:
-    """ArtifactError for a file that is damaged: no hash was compared."""
+    """Entries of a kernels.json. Its hash is not checked; ArtifactError if it is damaged."""
     try:
         with reading(folder / path, ArtifactError):
             return from_plain(list[_Kernel], _read_json(folder / path))
@@ -251,7 +251,7 @@ class _BuildLog:
 
 
 def _compile_seconds(folder: Path) -> dict[str, float]:
-    """By file, from the log of the build: it is not hashed, and may be gone."""
+    """Seconds to compile, by file, from the build log; empty without one (it is not hashed)."""
     from kvgraph.compiler.targets import BUILD_LOG_NAME
 
     try:
@@ -268,7 +268,7 @@ def _read_json(path: Path) -> Any:
 def files(manifest: Manifest) -> Table:
     table = titled("Files")
     for column in ("file", "bytes", "SHA-256 of chunk 0", "same bytes again"):
-        is_name = column == "file"  # a narrow terminal folds names, and hides no figures
+        is_name = column == "file"  # a narrow terminal folds names, but never hides numbers
         table.add_column(
             column,
             justify="right" if column == "bytes" else "left",

@@ -55,7 +55,7 @@ app.add_typer(cache.app, name="cache")
 
 
 def main() -> None:
-    """Entry point: one sentence and exit code 2 for what a user can mend."""
+    """Run a command. For a user's error, print one sentence and exit with code 2."""
     _open_streams()
     try:
         with warnings.catch_warnings():
@@ -78,7 +78,7 @@ def main() -> None:
 
 
 def _said(error: Exception) -> str:
-    """Its sentence; Python's own errors of memory and of files have none."""
+    """The error's message; Python's own memory and file errors get a sentence."""
     if isinstance(error, MemoryError) and not str(error):
         return (
             "memory: expected enough for this command on this machine, got too little; "
@@ -94,8 +94,7 @@ def _said(error: Exception) -> str:
 
 
 def _is_full(stream: TextIO) -> bool:
-    """Whether it is a file, or a device, to which no more can be written; what waits there is given
-    up then."""
+    """Whether no more can be written to a file or device. If so, its buffered output is dropped."""
     try:
         if stream.isatty() or stat.S_ISFIFO(os.fstat(stream.fileno()).st_mode):
             return False
@@ -110,10 +109,10 @@ def _is_full(stream: TextIO) -> bool:
 
 
 def _open_streams() -> None:
-    """A stream that the shell has closed, as `>&-` does, gives nothing and takes all.
+    """Open closed standard streams (`>&-`) on the null device, and make encoding errors harmless.
 
-    What the encoding of stdout or stderr does not have is written as a question mark. The C locale
-    takes any bytes from stdin: they are read as UTF-8.
+    Characters that stdout or stderr cannot encode are written as question marks. In the C locale,
+    stdin is read as UTF-8.
     """
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
@@ -127,7 +126,7 @@ def _open_streams() -> None:
 
 
 def _refuses_text(stream: TextIOWrapper) -> bool:
-    """Whether there is text that it raises for: stderr writes escapes, as Python opens it."""
+    """Whether some text raises on write. stderr never does: Python opens it with escapes."""
     if stream.errors == "surrogateescape":  # the C locale's, which keeps the bytes of file names
         return codecs.lookup(stream.encoding).name != "utf-8"
     return stream.errors == "strict"

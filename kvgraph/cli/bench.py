@@ -1,4 +1,4 @@
-"""The command `kvgraph bench`: its options, and what happens in which order."""
+"""The command `kvgraph bench`: its options, and the order of its steps."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from kvgraph.bench.run import Report
 
 WIDTH = 100
-"""Columns where stdout is no terminal."""
+"""Columns of the output if stdout is not a terminal."""
 
 
 def bench(
@@ -136,7 +136,7 @@ def bench(
 
 
 def _tell(report: Report, *, json: bool, save: Path | None, plot: Path | None) -> None:
-    """Print, save and draw the report: each also where another of them fails."""
+    """Print, save and draw the report; each even if another one fails."""
     from kvgraph.bench.plot import write_plot
     from kvgraph.bench.run import report_data
     from kvgraph.bench.table import print_report
@@ -159,7 +159,7 @@ def _tell(report: Report, *, json: bool, save: Path | None, plot: Path | None) -
 
 
 def make_settings(quick: bool, threads: int | None, **given: Any) -> Settings:
-    """Settings from what was given (None: not), over the defaults; RequestError names the field."""
+    """Settings: `given` values that are not None, else defaults. RequestError names a bad field."""
     from kvgraph.bench.machine import check_threads
     from kvgraph.bench.protocol import QUICK, Settings
 
@@ -168,8 +168,8 @@ def make_settings(quick: bool, threads: int | None, **given: Any) -> Settings:
 
 
 def _require_seconds(timeout: float) -> None:
-    """RequestError for a time that no process can have."""
-    if not 0 < timeout <= threading.TIMEOUT_MAX:  # nor is a NaN between these
+    """Raise RequestError for a timeout that is out of range."""
+    if not 0 < timeout <= threading.TIMEOUT_MAX:  # false for NaN too
         raise RequestError(
             f"timeout: expected more than 0 and at most {threading.TIMEOUT_MAX:.0f} seconds, "
             f"got {timeout:g}"
@@ -177,7 +177,7 @@ def _require_seconds(timeout: float) -> None:
 
 
 def _integers(name: str, text: str | None) -> tuple[int, ...] | None:
-    """ "1,8" -> (1, 8); an empty text is no number."""
+    """Parse "1,8" to (1, 8); empty parts are skipped."""
     if text is None:
         return None
     try:
@@ -187,6 +187,6 @@ def _integers(name: str, text: str | None) -> tuple[int, ...] | None:
 
 
 def _exit(report: Report) -> None:
-    """Exit code 1 where an artifact could not be measured: its line says why."""
+    """Exit with code 1 if an artifact could not be measured; its line has the reason."""
     if report.failed:
         raise typer.Exit(1)

@@ -1,4 +1,4 @@
-"""The commands `kvgraph cache`: what a folder of a disk tier holds."""
+"""The commands `kvgraph cache`: show, verify and clear the folder of a disk tier."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from kvgraph.runtime.sampling import SamplingParams
 
 MOST = 1024
-"""Tokens of an answer, where the user does not say."""
+"""Most tokens of an answer by default."""
 
 BY_MODEL = "[default: the model's own]"
 
@@ -103,10 +103,10 @@ def chat(
 
 
 class Talk:
-    """The messages so far, which the next answer follows.
+    """A chat: the messages so far, which the next answer follows.
 
-    `longest`: tokens of prompt and answer at which an answer ends; None: where `sampling` says.
-    `is_live`: there is a user at a terminal, who sees errors and figures, and may stop an answer.
+    `longest`: length of prompt and answer in tokens at which an answer ends; None: only `sampling`
+    limits it. `is_live`: a user at a terminal sees errors and speed, and may stop an answer.
     """
 
     def __init__(
@@ -154,16 +154,16 @@ class Talk:
             stderr.print(f"{count} {tokens}, {count / seconds:.1f} tokens/s", style="dim")
 
     def _sampling_of(self, prompt: list[int]) -> SamplingParams:
-        """With as many tokens as fit; a prompt that has no room is refused by the engine."""
+        """Sampling with at most the tokens that fit; the engine refuses a prompt without room."""
         if self.longest is None:
             return self.sampling
         return self.sampling._within(self.longest - len(prompt))
 
 
 def _typed() -> Iterator[str]:
-    """Lines of a user at a terminal, until Ctrl-D. Ctrl-C gives up the line alone."""
-    with suppress(ImportError):  # not on every system
-        import readline  # noqa: F401  # from here on `input` edits lines and remembers them
+    """Lines that a user types, until Ctrl-D. Ctrl-C discards the current line only."""
+    with suppress(ImportError):  # not available on every system
+        import readline  # noqa: F401  # makes `input` edit lines and remember them
     while True:
         try:
             line = input("> ")

@@ -94,7 +94,7 @@ def compile(
 ) -> None:
     """Compile a model folder into an artifact."""
     require_file("--quality-text", quality_text)
-    if quality_text is not None and quality_text.is_file():  # a pipe is read once
+    if quality_text is not None and quality_text.is_file():  # a pipe can be read only once
         from kvgraph.quality.text import read_text
 
         read_text(quality_text)
@@ -171,7 +171,7 @@ def compile(
 
 
 LOSSY = ("int8", "int4", "stored")
-"""Weights that are measured where they were not asked for: those of a checkpoint in fewer bits."""
+"""Weights whose quality is measured by default: those with fewer bits than the checkpoint's."""
 
 
 def _runs_here(target: str) -> bool:
@@ -192,7 +192,7 @@ def _measured(
     manifest: Manifest,
     progress: Callable[[str], None],
 ) -> Manifest:
-    """The manifest with the artifact's quality, or as it is where that cannot be measured here."""
+    """The manifest with the artifact's quality; unchanged if that cannot be measured here."""
     from kvgraph.quality import measure, record
 
     try:

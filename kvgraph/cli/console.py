@@ -1,4 +1,4 @@
-"""Where commands print, and how: text, JSON, sizes, the stages of a compile."""
+"""Output of commands: text, JSON, sizes, and the stages of a compile."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from kvgraph.contract.plain import to_json
 if TYPE_CHECKING:
     from kvgraph.contract.manifest import Manifest
 
-# No markup, no emoji: a path is printed as it is, "[a]" and ":x:" included.
+# No markup, no emoji: paths are printed unchanged, including "[a]" and ":x:".
 stdout = Console(highlight=False, markup=False, emoji=False)
 stderr = Console(stderr=True, highlight=False, markup=False, emoji=False)
 
@@ -49,11 +49,11 @@ class Stages:
 
 @contextmanager
 def terminable() -> Iterator[None]:
-    """A scope that SIGTERM and SIGHUP end as Ctrl-C does: what is half made is removed.
+    """A scope that SIGTERM and SIGHUP end like Ctrl-C, so that incomplete output is removed.
 
-    Python ignores an exception in a callback, and each import has some: the signal is sent again.
-    Python puts another exception in the place of one that comes while it formats a message: the
-    scope ends as the signal says.
+    Python ignores an exception in a callback, such as those of imports: the signal is sent again.
+    An exception while Python formats a message is replaced by another one: the scope still ends as
+    the signal requires.
     """
     came: list[int] = []
 
@@ -64,7 +64,7 @@ def terminable() -> Iterator[None]:
     def send_again(ignored: sys.UnraisableHookArgs) -> None:
         if not came or ignored.exc_type not in (SystemExit, KeyboardInterrupt):
             hook(ignored)
-        else:  # later, and from another thread: what the hook itself raises is ignored too
+        else:  # later, from another thread: an exception of the hook itself is ignored too
             threading.Timer(0.01, os.kill, (os.getpid(), came.pop())).start()
 
     numbers = [signal.SIGTERM]
@@ -88,7 +88,7 @@ def terminable() -> Iterator[None]:
 
 @contextmanager
 def working(stage: str) -> Iterator[None]:
-    """A scope that says on stderr what runs, and how far its long tasks are."""
+    """A scope that shows on stderr the running stage, and the progress of its long tasks."""
     with Bars(stderr) as bars:
         bars.stage(stage)
         yield
@@ -99,11 +99,11 @@ def print_json(value: object) -> None:
 
 
 def write_json(data: bytes) -> None:
-    """To stdout in UTF-8, whatever the terminal has; now, as a reader may have left."""
+    """Write to stdout in UTF-8, whatever its encoding. Flush, to notice a reader that has left."""
     if isinstance(sys.stdout, TextIOWrapper):
         sys.stdout.flush()
         sys.stdout.buffer.write(data)
-    else:  # a stream of text alone
+    else:  # a stream that takes only text
         sys.stdout.write(data.decode())
     sys.stdout.flush()
 

@@ -124,7 +124,7 @@ def generate(
 
 
 def _write(engine: Engine, prompt: str | list[int], sampling: SamplingParams) -> None:
-    """Text as it comes; then figures of prompt and generation on stderr."""
+    """Write text as it comes; then print the speed of prompt and generation on stderr."""
     times = [time.perf_counter()]
     engine.submit(prompt, sampling)
     length = len(engine.tokenize(prompt) if isinstance(prompt, str) else prompt)
@@ -149,7 +149,7 @@ def _write(engine: Engine, prompt: str | list[int], sampling: SamplingParams) ->
 
 
 def _tokens(engine: Engine, prompt_length: int) -> Iterator[Token]:
-    """As they come; until the first, stderr shows how far the prompt is."""
+    """Yield tokens as they come; until the first, show the prompt's progress on stderr."""
     came: list[Token] = []
     with Bars(stderr), task("prompt", prompt_length, "tokens") as advance:
         done = 0

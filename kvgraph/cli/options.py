@@ -66,7 +66,7 @@ SessionName = Annotated[
 HostMemory = Annotated[
     str | None, typer.Option(help="Keep pages in host memory too, such as 4GiB.")
 ]
-DiskFolder = Annotated[  # text: a Path of no text is the current folder
+DiskFolder = Annotated[  # str, not Path: Path("") is the current folder
     str | None,
     typer.Option(metavar="PATH", help="Folder that keeps pages from run to run, for one user."),
 ]
@@ -77,7 +77,7 @@ RemoteServer = Annotated[
 
 
 def require_file(option: str, path: Path | None) -> None:
-    """RequestError for what is given and cannot be read as a file; a pipe can be."""
+    """Raise RequestError for a given path that is a folder or does not exist; a pipe is allowed."""
     if path is not None and (path.is_dir() or not path.exists()):
         got = "a folder" if path.is_dir() else "nothing there"
         raise RequestError(f"{option}: expected a file at {path}, got {got}")

@@ -104,7 +104,7 @@ def plan(
 
 
 def _reserved(reserve: Reserve) -> str:
-    """How the reserve is computed."""
+    """A sentence on how the reserve is computed."""
     experts = f"; experts: {size_text(reserve.experts_bytes)}" if reserve.experts_bytes else ""
     return (
         f"Largest step: {reserve.tokens:,} {plural('token', reserve.tokens)} with "

@@ -1,4 +1,4 @@
-"""Commands under torchrun: rank 0 does what was asked, the others follow it."""
+"""Commands under torchrun: rank 0 runs the command, the other ranks follow it."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ if TYPE_CHECKING:
 def follows(
     artifact: Artifact, session: str | None, threads: int | None, timeout: float | None
 ) -> bool:
-    """Whether this process is a rank above 0, which has then done its part.
+    """Follow rank 0 if this process is a rank above 0; return whether it is.
 
-    RankError where torchrun started another number of processes than the artifact has ranks.
+    RankError if torchrun started another number of processes than the artifact has ranks.
     """
     from kvgraph.runtime.ranks.launched import launched
 
@@ -45,7 +45,7 @@ def follows(
 
 
 def _leave_signals_to_rank_0(own: Launched) -> None:
-    """Which gets them too, and ends the others; another machine's torchrun does not reach it."""
+    """Ignore signals if rank 0 is on this machine: it gets them too, and ends the other ranks."""
     if own.is_beside_rank_0:
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, signal.SIG_IGN)

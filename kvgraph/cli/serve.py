@@ -45,8 +45,8 @@ if TYPE_CHECKING:
 ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/?#\s,A-Z]+")
 METRIC_NAME = re.compile("[a-zA-Z_:][a-zA-Z0-9_:]*")
 COMPUTE_NICE = 10
-"""Answers then take about 5 ms while all processors compute. It is 0 with several ranks, since a
-slower one delays the others."""
+"""Added niceness of compute threads: answers take about 5 ms while all processors compute. 0 with
+several ranks, since a slower rank delays the others."""
 
 NEEDED = ("starlette", "uvicorn", "httptools", "uvloop", "msgspec", "prometheus_client")
 
@@ -246,7 +246,7 @@ def _engine(
     settings: Mapping[str, Any],
     threads: int | None,
 ) -> Engine:
-    """In the thread that runs it, as the session is opened there."""
+    """Create the engine. Call it in the thread that runs it, since the session is opened there."""
     from kvgraph.runtime.engine import Engine
 
     session = loaded.session(num_threads=threads, collective_timeout=collective_timeout)
@@ -261,7 +261,9 @@ def _replica(
     settings: Mapping[str, Any],
     threads: int,
 ) -> Engine:
-    """In a process of its own, which may be on another machine. ArtifactError for another model."""
+    """Create a replica's engine in its process, which may be on another machine.
+
+    ArtifactError if `folder` has another model there."""
     from kvgraph.runtime.artifact import load
 
     loaded = load(folder, verify=verify or None)
@@ -273,7 +275,7 @@ def _replica(
 
 
 def _require_one(max_replicas: int | None, prefill_replicas: int) -> None:
-    """No flag that is about several engines."""
+    """Raise RequestError for options that need several engines."""
     given = {"--max-replicas": max_replicas, "--prefill-replicas": prefill_replicas}
     for name, value in given.items():
         if value:
@@ -283,7 +285,7 @@ def _require_one(max_replicas: int | None, prefill_replicas: int) -> None:
 def _require_replicas(
     least: int, most: int | None, kv_events: str | None, nice: int | None
 ) -> None:
-    """What several engines on Ray need, and cannot have."""
+    """Raise an error for options that do not fit several engines, and without Ray."""
     if most is not None and most < least:
         raise RequestError(f"--max-replicas: expected at least --replicas={least}, got {most}")
     if kv_events is not None:
@@ -297,7 +299,7 @@ def _require_replicas(
 
 
 def _origins(given: list[str]) -> tuple[str, ...]:
-    """RequestError for what no browser sends as an origin."""
+    """Check origins; RequestError for text that browsers never send as an origin."""
     for origin in given:
         if origin != "*" and not ORIGIN.fullmatch(origin):
             raise RequestError(
@@ -308,7 +310,7 @@ def _origins(given: list[str]) -> tuple[str, ...]:
 
 
 def _read_keys(path: Path) -> tuple[str, ...]:
-    """RequestError for a file without keys: it would let everyone in."""
+    """Read API keys. RequestError for a file without keys: it would admit every client."""
     require_file("--api-key-file", path)
     try:
         lines = path.read_text("ascii").splitlines()

@@ -1,4 +1,4 @@
-"""Sentences for a command line that typer refuses: a value, an option, an argument, a command."""
+"""Error sentences for a command line that typer rejects: a value, option, argument or command."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import typer
 from kvgraph.contract.plain import JsonObject
 
 UsageError: type[typer.BadParameter] = typer.BadParameter.__mro__[1]
-"""The root of these errors, for which typer has no public name."""
+"""Base class of these errors, which has no public name in typer."""
 
 EXPECTED = {
     "greater_than_equal": "expected >= {ge}",
@@ -15,16 +15,16 @@ EXPECTED = {
     "int_parsing": "expected an integer",
     "float_parsing": "expected a number",
 }
-"""Kind of an error of pydantic, which checks values for typer -> what it says, of its context."""
+"""Texts for errors of pydantic, which checks values for typer, by the error's type."""
 
 
 def is_help(error: typer.BadParameter) -> bool:
-    """Whether its text is the help of a command that got nothing."""
+    """Whether the error's text is the help of a command without arguments."""
     return error.ctx is not None and error.message == error.ctx.get_help()
 
 
 def sentence(error: typer.BadParameter) -> str:
-    """What was refused, what was expected and what came."""
+    """The error as one sentence: the parameter, the expected value, and the actual value."""
     said = error.format_message().rstrip(".")
     if isinstance(error, typer.BadParameter) and error.message and error.param is not None:
         return f"{max(error.param.opts, key=len)}: {_of_value(error)}"
@@ -33,7 +33,7 @@ def sentence(error: typer.BadParameter) -> str:
 
 
 def _of_value(error: typer.BadParameter) -> str:
-    """Where typer checks values itself, as older versions do, its text has the value."""
+    """The error of a value; older versions of typer check values themselves, and name the value."""
     found: list[JsonObject] = getattr(error.__cause__, "errors", list)()
     if found and found[0]["type"] in EXPECTED:
         expected = EXPECTED[found[0]["type"]].format(**found[0].get("ctx", {}))

@@ -60,7 +60,7 @@ def verify(
 
 
 def _execute(artifact: Path) -> list[Ran]:
-    """KernelError at the first step that a kernel computes wrong."""
+    """Run all kernels as PTX. KernelError at the first step with a wrong result."""
     from kvgraph.kernels.execute import executed, read_kernels, tasks_of
 
     kernels = read_kernels(artifact)

@@ -1,1 +1,1 @@
-"""From an artifact to tokens; never imports the compiler."""
+"""Runs artifacts and generates tokens; never imports the compiler."""

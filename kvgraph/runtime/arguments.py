@@ -20,13 +20,13 @@ T = TypeVar("T")
 
 MOST_BIASES = 1024
 LARGEST_BIAS = 100.0
-"""As OpenAI's."""
+"""OpenAI's range of a bias: -100 to 100."""
 
 
 def integer(
     name: str, value: object, least: int, most: int | None = None, *, or_else: str = ""
 ) -> int:
-    """`value` as an int of `least` to `most`; `or_else` is what else is allowed."""
+    """`value` as an int from `least` to `most`. `or_else`: other allowed values, for the error."""
     number = as_integer(value)
     if number is None:
         raise RequestError(f"{name}: expected an integer >= {least}{or_else}, got {said(value)}")
@@ -61,13 +61,13 @@ def flag(name: str, value: object) -> bool:
 
 
 def instance(name: str, value: object, kind: type | tuple[type, ...], expected: str) -> None:
-    """RequestError unless `value` is a `kind`; `expected` is its name in a sentence."""
+    """Raise RequestError unless `value` is a `kind`; `expected` describes `kind` in the error."""
     if not isinstance(value, kind):
         raise RequestError(f"{name}: expected {expected}, got {said(value)}")
 
 
 def integers(name: str, values: object, least: int, most: int) -> tuple[int, ...]:
-    """`values`, at most so many, as ints of `least` or more."""
+    """`values` as a tuple of at most `most` ints, each at least `least`."""
     if isinstance(values, str | bytes) or not isinstance(values, Iterable):
         raise RequestError(f"{name}: expected integers >= {least}, got {said(values)}")
     given = tuple(values)
@@ -77,7 +77,10 @@ def integers(name: str, values: object, least: int, most: int) -> tuple[int, ...
 
 
 def texts(name: str, values: object, most: int, most_characters: int) -> tuple[str, ...]:
-    """`values`, one text or up to `most`, as a tuple; none of them is empty."""
+    """`values` (one text or up to `most`) as a tuple of non-empty texts.
+
+    `most_characters`: upper bound of their total length.
+    """
     given = (values,) if isinstance(values, str) else values
     if not isinstance(given, list | tuple):
         raise RequestError(f"{name}: expected text, or a list of it, got {said(values)}")
@@ -94,7 +97,7 @@ def texts(name: str, values: object, most: int, most_characters: int) -> tuple[s
 
 
 def biases(name: str, values: object) -> dict[int, float] | None:
-    """`values` as token id -> what is added to its logit; None where there is none."""
+    """`values` as a map from token id to the number added to its logit; None for None."""
     if values is None:
         return None
     instance(name, values, Mapping, "token ids with numbers")
@@ -114,9 +117,10 @@ def biases(name: str, values: object) -> dict[int, float] | None:
 def require_fields(
     kind: type, values: Sequence[object], given: Mapping[str, object], aliases: Mapping[str, str]
 ) -> None:
-    """What dataclass `kind` is made of has its fields' names: TypeError with the nearest one.
+    """Raise TypeError, with the nearest field name, unless all names are fields of `kind`.
 
-    RequestError where a field has a value and its alias another.
+    `kind`: a dataclass. `values`, `given`: positional and keyword arguments of its constructor.
+    `aliases`: alias -> field. RequestError if both a field and its alias are given.
     """
     names = list(getattr(kind, "__dataclass_fields__"))  # noqa: B009
     for name in given.keys() - names:
@@ -129,7 +133,7 @@ def require_fields(
 
 
 def token_ids(prompt: Iterable[object]) -> list[int]:
-    """A prompt that is not text: integers, in an order of its own."""
+    """A prompt of token ids as a list of ints. RequestError for other or unordered values."""
     tokens = _listed(prompt, "prompt: expected text or token ids")
     try:
         if set(map(type, tokens)).isdisjoint(BOOLEANS):
@@ -141,14 +145,14 @@ def token_ids(prompt: Iterable[object]) -> list[int]:
 
 
 def sequence(name: str, one: str, values: Iterable[T]) -> list[T]:
-    """What was given as several values, of which `one` alone is no sequence."""
+    """`values` as a list. RequestError for a single value; `one` is its kind, for the error."""
     if isinstance(values, str | PurePath):
         raise RequestError(f"{name}: expected a list, got one {one}; use [{one}]")
     return _listed(values, f"{name}: expected a list")
 
 
 def one_for_each(name: str, given: T | Sequence[T], count: int) -> Sequence[T]:
-    """`given` for each of `count` prompts, or one for every one of them."""
+    """One value for each of `count` prompts: `given` itself, or a single value repeated."""
     if not isinstance(given, Sequence):
         return [given] * count
     if len(given) != count:
@@ -157,10 +161,10 @@ def one_for_each(name: str, given: T | Sequence[T], count: int) -> Sequence[T]:
 
 
 def _listed(values: Iterable[T], expected: str) -> list[T]:
-    """What has an order of its own, as a list."""
+    """An ordered iterable as a list; RequestError for bytes, sets, mappings and non-iterables."""
     if not isinstance(values, bytes | bytearray | memoryview | Set | Mapping):
         try:
             return list(values)
         except TypeError:
-            pass  # nothing to iterate over
+            pass  # not iterable
     raise RequestError(f"{expected}, got {said(values)}")

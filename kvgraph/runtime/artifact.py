@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Artifact(ArtifactFolder):
-    """A folder that compile wrote."""
+    """An artifact folder that `compile` wrote."""
 
     def session(
         self,
@@ -39,15 +39,16 @@ class Artifact(ArtifactFolder):
         num_threads: int | None = None,
         collective_timeout: float | None = None,
     ) -> Session:
-        """Something that can run the graph: `kind` as in `contract.backends.OURS`.
+        """Open a session that runs the graph.
 
-        Default: the one of the artifact's backend. `num_threads` 0 or None: all cores; RequestError
-        for more than the processors that this process may run on.
+        `kind`: as in `contract.backends.OURS`; default: the session of the artifact's backend.
+        `num_threads`: 0 or None for all cores. RequestError for more threads than the processors
+        that this process may run on.
+        `collective_timeout`: seconds that a rank waits for another (default: 60).
 
-        Of an artifact of several ranks it is the leader of all: under torchrun a process for each,
-        of which those above 0 call `follow`; else threads of this process, which share its cores.
-        `collective_timeout`: seconds that a rank waits for another (default: 60). RankError where
-        one is missing or differs.
+        For an artifact of several ranks, the session is the leader of all ranks. Under torchrun
+        each rank is a process, and ranks above 0 call `follow`. Otherwise the ranks are threads of
+        this process and share its cores. RankError if a rank is missing or differs.
         """
         require_threads(num_threads)
         make = partial(_make, kind)
@@ -65,10 +66,10 @@ class Artifact(ArtifactFolder):
         collective_timeout: float | None = None,
         joined: Callable[[Launched], None] = lambda own: None,
     ) -> None:
-        """Run the part of this process's rank, one above 0 of torchrun, until rank 0 is done.
+        """Run this process's rank, one above 0 under torchrun, until rank 0 is done.
 
-        Arguments as those of `session`; `joined` is called once all ranks have met. RankError where
-        rank 0 is gone or differs.
+        The arguments are those of `session`. `joined`: called once all ranks have met. RankError
+        if rank 0 is gone or differs.
         """
         from kvgraph.runtime.ranks import open as ranks
 
@@ -76,7 +77,7 @@ class Artifact(ArtifactFolder):
         ranks.follow(self, partial(_make, kind), num_threads, collective_timeout, joined)
 
     def require_consistent(self) -> None:
-        """ArtifactError unless ops, bindings, layout and files are as this kvgraph writes them."""
+        """Raise ArtifactError unless ops, bindings, layout and files fit this kvgraph."""
         where, manifest = self.folder / "manifest.json", self.manifest
         if manifest.op_abi_version != ABI_VERSION:
             raise ArtifactError(
@@ -98,7 +99,7 @@ class Artifact(ArtifactFolder):
             record = params_from_layout(manifest.layout).get_symbolic_inputs()[0]
             expected = GraphSignature.of(record, manifest.model.vocab_size)
             found = self.signature
-        except Exception as error:  # whatever a field of the wrong kind leads to
+        except Exception as error:  # a field of the wrong kind may cause any error
             let_pass(error)
             raise ArtifactError(
                 f"{where}: layout and bindings: expected those of a cache, got {error}"
@@ -113,7 +114,7 @@ class Artifact(ArtifactFolder):
                 )
 
     def require_machine(self) -> None:
-        """ArtifactError unless this machine is the artifact's target."""
+        """Raise ArtifactError unless this machine is the artifact's target."""
         require_machine(self.manifest.target, f"{self.folder / 'manifest.json'}")
 
 
@@ -126,10 +127,9 @@ def _make(kind: str | None, artifact: ArtifactFolder, num_threads: int | None) -
 def load(folder: str | Path, *, verify: bool | None = None) -> Artifact:
     """Read the manifest of `folder`, check that this machine can run it, and hash its files.
 
-    Files that this user's cache folder says were intact, and that have not changed since, are not
-    hashed again, unless `verify` is True. False skips the hashes (sizes too); the checks of the
-    manifest stay. Raises ArtifactError with one sentence that names the file or field and both
-    values.
+    Files that this user's cache folder lists as intact, and that have not changed since, are not
+    hashed again, unless `verify` is True. `verify` False skips hashes and sizes, but not the
+    checks of the manifest. ArtifactError names the file or field and both values in one sentence.
     """
     folder = as_path("artifact", folder)
     seen = state_of(folder / MANIFEST_NAME)
@@ -138,13 +138,13 @@ def load(folder: str | Path, *, verify: bool | None = None) -> Artifact:
     artifact.require_consistent()
     if verify is not False:
         require_intact(folder, artifact.manifest, again=verify is True)
-    with suppress(OSError):  # there is no working folder any more
+    with suppress(OSError):  # the working folder no longer exists
         artifact = replace(artifact, folder=folder.absolute())
     return artifact
 
 
 def verify(folder: str | Path) -> Artifact:
-    """`load` of an artifact that may be for another machine: all but the target is checked."""
+    """Load an artifact that may be for another machine: check everything except its target."""
     folder = as_path("artifact", folder)
     artifact = Artifact(folder, read_manifest(folder))
     artifact.require_consistent()

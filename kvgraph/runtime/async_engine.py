@@ -33,23 +33,23 @@ from kvgraph.runtime.token_stream import TokenStream, failed
 T = TypeVar("T")
 
 WATCH_SECONDS = 1.0
-"""How often an idle engine asks whether its ranks are there."""
+"""Interval at which an idle engine checks that its ranks are alive."""
 
 LOST = (RankError, DeviceLostError)
-"""After these no later step can run."""
+"""Errors after which no step can run."""
 
 
 class AsyncEngine(Uncopied):
-    """Runs an engine in a thread of its own, for the tasks of one event loop.
+    """Runs an engine in its own thread, for the tasks of one event loop.
 
         async with AsyncEngine(Engine("tiny.kvg")) as engine:
             async for piece in engine.stream("The import statement"):
                 print(piece, end="", flush=True)
 
-    The engine is its thread's from `start` (or `async with`) to `close`. Leaving a stream cancels
-    its request. Where a step raises, it is tried again; where it raises twice, all open requests
-    end with finish_reason "error", and the engine goes on with those that come. A lost rank, or a
-    lost device, ends it. A program that ends without `close` waits for the step that runs.
+    The engine belongs to that thread from `start` (or `async with`) to `close`. Leaving a stream
+    cancels its request. A step that raises is tried again; if it raises twice, all open requests
+    end with finish_reason "error", and the engine continues with new requests. A lost rank or a
+    lost device ends the engine. A program that ends without `close` waits for the running step.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -58,33 +58,31 @@ class AsyncEngine(Uncopied):
         self.before_step: Callable[[], None] = lambda: None
         """Called in the engine's thread before each step."""
         self.after_step: Callable[[list[Token]], None] = lambda tokens: None
-        """Called in the engine's thread after each step with its tokens, and without any where a
-        cancellation leaves nothing to run."""
+        """Called in the engine's thread after each step with its tokens; also called with an
+        empty list if a cancellation leaves no request to run."""
         self.after_failure: Callable[[BaseException], object] = lambda error: None
         """Called on the event loop where the thread has ended before `close`."""
         self._inbox: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._streams: dict[str, TokenStream] = {}
         self._leaving: dict[str, asyncio.Future[None]] = {}
-        """Cancelled requests of which a step's tokens may still come."""
+        """Cancelled requests that may still receive tokens of the running step, by id."""
         self._calls: set[Future[Any]] = set()
         self._ids = itertools.count()
         self._building = Building()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: Thread | None = None
-        self._is_closed = False  # no submission from here on: said by a task
-        self._is_stopped = False  # no step from here on: said in the thread
-        self._ended: Future[None] = Future()  # the thread
-        self._failure: BaseException | None = None  # what ended the thread, if not `close`
+        self._is_closed = False  # set by a task: no more submissions
+        self._is_stopped = False  # set in the thread: no more steps
+        self._ended: Future[None] = Future()  # done when the thread has ended
+        self._failure: BaseException | None = None  # ended the thread, if `close` did not
         self._at_exit = partial(_end_thread, weakref.ref(self))
 
     # -- for tasks of the loop
 
     async def start(self) -> None:
-        """Hand the engine to its thread. RequestError if that has happened."""
+        """Start the engine's thread. RequestError if the engine was started before."""
         if self._thread is not None or self.engine._is_shared:
-            raise RequestError(
-                "AsyncEngine.start: expected an engine that has not started, got a started one"
-            )
+            raise RequestError("AsyncEngine.start: the engine was started already")
         if self._is_closed:
             raise RequestError(
                 "AsyncEngine.start: expected an engine that is open, got a closed one"
@@ -96,7 +94,7 @@ class AsyncEngine(Uncopied):
         atexit.register(self._at_exit)
 
     async def close(self) -> None:
-        """End the thread, and close the engine. What is open ends with finish_reason "error"."""
+        """End the thread and close the engine. Open requests end with finish_reason "error"."""
         self._is_closed = True
         for stream in list(self._streams.values()):
             stream.cancel()
@@ -107,7 +105,7 @@ class AsyncEngine(Uncopied):
             self.engine.close()
         else:
             self._inbox.put(self._stop)
-            await asyncio.shield(asyncio.wrap_future(self._ended))  # others wait for it too
+            await asyncio.shield(asyncio.wrap_future(self._ended))  # other tasks may wait for it
             self._thread.join()
             atexit.unregister(self._at_exit)
 
@@ -125,7 +123,7 @@ class AsyncEngine(Uncopied):
 
     @property
     def num_open(self) -> int:
-        """Requests that have not ended."""
+        """Number of requests that have not ended."""
         return len(self._streams)
 
     @property
@@ -142,11 +140,11 @@ class AsyncEngine(Uncopied):
         most_unread: int | None = None,
         news: asyncio.Event | None = None,
     ) -> TokenStream:
-        """Queue a prompt (text or token ids). RequestError as of `Engine.submit`, at once.
+        """Queue a prompt (text or token ids). RequestError as in `Engine.submit`, at once.
 
-        A stream with more than `most_unread` unread tokens is cancelled: its reader is too slow,
-        and its last token has finish_reason "error". Those of one step do not count (a grammar may
-        force many), nor is a stream cancelled whose last token has come.
+        `most_unread`: a stream with more unread tokens is cancelled, and its last token has
+        finish_reason "error": its reader is too slow. Tokens of the latest step do not count, as
+        a grammar may force many. A stream whose last token has come is never cancelled.
         """
         self._require_running("submit")
         if request_id is None:
@@ -176,9 +174,9 @@ class AsyncEngine(Uncopied):
     async def stream(
         self, prompt: str | Sequence[int], sampling: SamplingParams | None = None
     ) -> AsyncIterator[str]:
-        """Pieces of text as they come. Leaving early cancels the request.
+        """Yield pieces of text as they come. Leaving early cancels the request.
 
-        GenerationError where the request fails on its own.
+        GenerationError if this request fails.
         """
         stream = await self.submit(prompt, sampling)
         try:
@@ -205,17 +203,17 @@ class AsyncEngine(Uncopied):
         return completion_of(stream.request_id, generated, stream.stats, 0, about_prompt)
 
     async def call(self, function: Callable[[Engine], T]) -> T:
-        """What `function` gives of the engine, called in its thread between two steps."""
+        """Call `function` with the engine, in its thread between two steps; return its result."""
         found: Future[T] = Future()
 
         def run() -> None:
             if not found.set_running_or_notify_cancel():
-                return  # nobody waits for it
+                return  # the caller was cancelled
             try:
                 value = function(self.engine)
             except BaseException as error:
                 told: BaseException = error
-                if isinstance(error, StopIteration):  # a task cannot be given one
+                if isinstance(error, StopIteration):  # a future does not accept StopIteration
                     told = RuntimeError("AsyncEngine.call: the function raised StopIteration")
                     told.__cause__ = error
                 found.set_exception(told)
@@ -248,7 +246,7 @@ class AsyncEngine(Uncopied):
         self._inbox.put(lambda: self._end(request_id, is_told=True))
 
     def _left(self, request_id: str) -> None:
-        """No token of a cancelled request comes from here on."""
+        """Release the id of a cancelled request: none of its tokens can come any more."""
         leaving = self._leaving.pop(request_id, None)
         if leaving is not None and not leaving.done():
             leaving.set_result(None)
@@ -257,7 +255,7 @@ class AsyncEngine(Uncopied):
         return "" if self._failure is None else f": {_said(self._failure)}"
 
     def _end_all(self, why: str) -> None:
-        """The thread has ended: nobody waits for what it would have done."""
+        """End every stream, cancellation and call that waits for the ended thread."""
         for request_id, stream in list(self._streams.items()):
             del self._streams[request_id]
             self._give(stream, [failed(request_id, f"request {request_id!r}: {why}")])
@@ -270,7 +268,7 @@ class AsyncEngine(Uncopied):
             self.after_failure(self._failure)
 
     def _deliver(self, tokens: Sequence[Token]) -> None:
-        """All tokens of a step, each to its stream; tokens of a cancelled request have none."""
+        """Give each stream its tokens of a step; drop tokens of cancelled requests."""
         given: dict[str, list[Token]] = {}
         for token in tokens:
             given.setdefault(token.request_id, []).append(token)
@@ -281,7 +279,7 @@ class AsyncEngine(Uncopied):
                 self._give(stream, mine)
 
     def _give(self, stream: TokenStream, tokens: list[Token]) -> None:
-        """What a stream's `watch` raises is told to the loop, and costs no other stream a token."""
+        """Give tokens to a stream. An error of its `watch` goes to the event loop's handler."""
         assert self._loop is not None
         try:
             stream.give(tokens)
@@ -292,10 +290,10 @@ class AsyncEngine(Uncopied):
     # -- in the engine's thread
 
     def _run(self) -> None:
-        """Steps while there is something to run; what the inbox holds goes first.
+        """Run steps while there are requests; handle the inbox before each step.
 
-        What else raises than a step, as `after_step` may, ends the thread and all requests; so
-        does a rank or a device that is lost.
+        An error outside a step, such as in `after_step`, ends the thread and all requests; so does
+        a lost rank or device.
         """
         try:
             with self.engine._turns.owned():
@@ -312,7 +310,7 @@ class AsyncEngine(Uncopied):
             with suppress(Exception):
                 self._inbox.get()()
         self._tell(self._end_all, f"the engine's thread has ended{self._why()}")
-        with suppress(Exception):  # what was cancelled since the last step
+        with suppress(Exception):  # requests that were cancelled since the last step
             self.engine._settle()
         self.engine.close()
 
@@ -332,7 +330,7 @@ class AsyncEngine(Uncopied):
             self._post(tokens)
 
     def _handle_inbox(self) -> bool:
-        """False once the engine is to stop. Waits while there is nothing to run."""
+        """Handle the inbox; wait while no request is open. False once the engine must stop."""
         watch = WATCH_SECONDS if self.engine.artifact.ranks > 1 else None
         while not self._is_stopped:
             is_busy = self.engine.busy
@@ -355,7 +353,7 @@ class AsyncEngine(Uncopied):
             self._post([failed(request.request_id, f"request {request.request_id!r}: {error}")])
 
     def _end(self, request_id: str, *, is_told: bool = False) -> None:
-        """Stop a request, and tell who waits for that. Where it raises, the next step does it."""
+        """Stop a request; the next step does it if this raises. `is_told`: call `_left` first."""
         if is_told:
             self._tell(self._left, request_id)
         if (request := self.engine._open.get(request_id)) is not None:
@@ -369,7 +367,7 @@ class AsyncEngine(Uncopied):
         self._is_stopped = True
 
     def _fail_all(self, error: Exception) -> list[Token]:
-        """Every open request ends: its step has failed twice."""
+        """End every open request, since its step has failed twice; return their last tokens."""
         why = f"a step failed twice: {type(error).__name__}: {error}"
         ended = []
         for request_id in list(self.engine._open):
@@ -382,7 +380,7 @@ class AsyncEngine(Uncopied):
             self._tell(self._deliver, tokens)
 
     def _tell(self, call: Callable[[T], object], what: T) -> None:
-        """Call it on the event loop, after what it was told before."""
+        """Schedule `call(what)` on the event loop, in order."""
         assert self._loop is not None
         try:
             self._loop.call_soon_threadsafe(call, what)
@@ -391,7 +389,7 @@ class AsyncEngine(Uncopied):
 
 
 def _end_thread(own: weakref.ref[AsyncEngine]) -> None:
-    """As the interpreter ends, when a thread within ONNX Runtime would abort the process."""
+    """Stop the thread at exit: a thread inside ONNX Runtime would abort the process."""
     engine = own()
     if engine is not None and engine._thread is not None and engine._thread.is_alive():
         engine._inbox.put(engine._stop)

@@ -1,8 +1,8 @@
-"""Decode steps of few sizes, so that a captured graph serves many batches.
+"""Pads decode batches to a few sizes, so that one captured graph serves many batches.
 
-A batch of one new token a row is padded with dummy rows to the next size, and its contexts are
-bounded by the next power of two: `max_lengths` and the width of the lookup tables follow from
-those bounds, not from the batch. Dummy rows store into and read from the null page.
+A batch of one new token per row is padded with dummy rows to the next size. Its context lengths
+are bounded by the next power of two: `max_lengths` and the width of the lookup tables follow from
+these bounds, not from the batch. Dummy rows write to and read from the null page.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from kvgraph.kv.requests import TextContext
 from kvgraph.runtime.scheduler import Batch
 
 LEAST_CONTEXT = 512
-"""Tokens of the smallest bound of a context: below it one part is read anyway."""
+"""Smallest bound of a context, in tokens: attention reads one part below it anyway."""
 
 
 @dataclass(frozen=True, slots=True)
 class PaddedBatch:
-    """A batch as the session runs it. Rows of the batch come first, then dummies."""
+    """A batch as the session runs it: the batch's rows first, then dummy rows."""
 
     inputs: ModelInputs
     requests: list[list[TextContext]]
@@ -31,7 +31,7 @@ class PaddedBatch:
 
 
 def batch_sizes(most: int) -> list[int]:
-    """1, 2, 4, 8, 16, then two sizes for each doubling, up to `most` itself."""
+    """Batch sizes 1, 2, 4, 8, 16, then two for each doubling, up to and including `most`."""
     sizes, size = [], 1
     while size < most:
         sizes.append(size)
@@ -42,7 +42,7 @@ def batch_sizes(most: int) -> list[int]:
 
 
 def dummy_rows(most: int) -> int:
-    """Rows that padding takes at most; a manager needs them besides those of requests."""
+    """Most dummy rows that padding adds; a manager needs them in addition to request rows."""
     sizes = batch_sizes(most)
     return max((b - a - 1 for a, b in itertools.pairwise(sizes)), default=0)
 
@@ -50,7 +50,7 @@ def dummy_rows(most: int) -> int:
 class DecodeBuckets:
     """Pads decode batches of up to `max_batch_size` rows. Claims its dummy rows in `kv`.
 
-    No context is longer than the model's `max_seq_len`: tables by position end there.
+    No bound exceeds the model's `max_seq_len`, since its tables by position end there.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class DecodeBuckets:
             self._kv.alloc_dummy(dummy.request_id)
 
     def pad(self, batch: Batch) -> PaddedBatch | None:
-        """None for a batch with a prompt or a chunk in it."""
+        """The batch, padded to the next size; None if a row has a chunk of several tokens."""
         rows = len(batch.rows)
         if not len(batch.sampled) == rows == len(batch.inputs.tokens):
             return None

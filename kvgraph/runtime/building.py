@@ -1,4 +1,4 @@
-"""Threads in which an AsyncEngine makes requests of what takes long: grammars and long texts."""
+"""Threads in which an AsyncEngine builds slow requests: grammars and long texts."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ T = TypeVar("T")
 
 
 class Building:
-    """Of its own: those of the event loop may all wait for this engine."""
+    """Own threads, not the event loop's default executor: its threads may all be waiting for
+    this engine."""
 
     def __init__(self) -> None:
         self._threads = ThreadPoolExecutor(2, "kvgraph-requests")
@@ -21,19 +22,21 @@ class Building:
         return asyncio.get_running_loop().run_in_executor(self._threads, work)
 
     async def run_alone(self, compile_grammar: Callable[[], T]) -> T:
-        """One at a time, as an engine keeps what it has compiled: the thread of one whose caller
-        has left runs on."""
+        """Run one compilation at a time, since an engine caches the grammars that it compiles.
+
+        A compilation whose caller was cancelled runs to its end and keeps the lock until then.
+        """
         await self._compiling.acquire()
         running = self.run(compile_grammar)
 
         def release(done: asyncio.Future[T]) -> None:
             self._compiling.release()
             if not done.cancelled():
-                done.exception()  # its caller may have left, and would not read it
+                done.exception()  # mark it as read: the caller may be gone
 
         running.add_done_callback(release)
         return await asyncio.shield(running)
 
     def close(self) -> None:
-        """No more work; what runs is not waited for."""
+        """Accept no more work; do not wait for running work."""
         self._threads.shutdown(wait=False)

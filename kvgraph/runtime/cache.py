@@ -1,4 +1,4 @@
-"""The cache of an engine: a manager of the artifact's kind of cache, and the tiers below it."""
+"""Builds an engine's KV cache: a manager of the artifact's kind of cache, with its tiers."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ from kvgraph.runtime.sessions.base import Session
 def make_cache(
     artifact: Artifact, session: Session, cache: CacheConfig, tiers: TierConfig, batch: BatchConfig
 ) -> tuple[KVCacheManager, Scheduler, DecodeBuckets | None]:
-    """What an engine runs `session` over; buckets where it captures decode steps.
+    """Return the cache manager, the scheduler, and the buckets if decode steps are captured.
 
-    RequestError for a record that does not fit the artifact's kind of cache, or its ranks.
+    RequestError if a config does not fit the artifact's kind of cache, or its ranks.
     """
     strategy = artifact.params().cache_strategy
     caching = cache.enable_prefix_caching
@@ -69,7 +69,7 @@ def make_cache(
             params, session, pages, max_batch_size=most, max_seq_len=longest, **options
         )
     session.require_symbols(kv.input_symbols()[0])
-    # In addition to a row for each request; a graph may be built for less.
+    # In addition to one row per request; the graph may be compiled for fewer rows of logits.
     scored = min(SCORED_TOKENS, session.limits.get(NUM_LOGITS, rows + SCORED_TOKENS) - rows)
     scheduler = Scheduler(kv, rows, tokens, scored, _pace(batch.max_prefill_tokens))
     if not captures:
@@ -85,7 +85,7 @@ def _pace(max_prefill_tokens: int | Literal["auto"] | None) -> Pace | None:
 
 
 def _most_pages(session: Session, path: str) -> int:
-    """Of the leaf at `path`, where what was compiled has a bound; its null page is one more."""
+    """Most pages of the leaf at `path` that the compiled graph allows, without the null page."""
     name = f"{path}.kv_blocks" if path else "kv_blocks"
     pool = next(symbol for symbol in session.signature.buffers if symbol.name == name)
     return session.limits.get(str(pool.shape[0]), sys.maxsize) - 1
@@ -94,7 +94,7 @@ def _most_pages(session: Session, path: str) -> int:
 def _unpaged(
     params: KVCacheParams, session: Session, cache: CacheConfig, rows: int, longest: int
 ) -> KVCacheManager:
-    """A cache that keeps each row's tokens in one piece."""
+    """A manager of a cache that keeps each row's tokens contiguous."""
     for name in ("num_pages", "cache_memory"):
         if (given := getattr(cache, name)) is not None:
             raise RequestError(
@@ -106,10 +106,10 @@ def _unpaged(
 
 
 def tier_options(params: KVCacheParams | MultiKVCacheParams, tiers: TierConfig) -> dict[str, Any]:
-    """Keyword arguments of a paged manager; none where there are no tiers.
+    """Keyword arguments of a paged manager; empty if no tier is configured.
 
-    `host_memory` bytes hold as many pages of every leaf. RequestError for tiers below a cache
-    without pages.
+    `host_memory` bytes are divided into equally many pages of every leaf. RequestError for tiers
+    below a cache without pages.
     """
     pages = tiers.total_num_host_pages
     if pages is None:
@@ -129,7 +129,7 @@ def tier_options(params: KVCacheParams | MultiKVCacheParams, tiers: TierConfig) 
 
 
 def _stores(tiers: TierConfig) -> list[StoreOpener]:
-    """What pages are written to, the nearest first."""
+    """Openers of the tiers that pages are written to, nearest tier first."""
     stores: list[StoreOpener] = []
     if tiers.disk is not None:
         from kvgraph.kv.tiers.disk.store import DiskStore

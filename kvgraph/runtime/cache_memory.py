@@ -1,8 +1,8 @@
-"""How much memory a cache takes where no size is given: 1 GiB of a host's, most of a device's.
+"""Default size of a cache: 1 GiB of host memory, or most of a device's free memory.
 
-A device has nothing else to do. Its cache takes DEVICE_CACHE_SHARE of what is free next to the
-weights and the largest step, which is run once, on a pool that goes again. Host memory is others'
-too, and is only touched as pages are used.
+A device is assumed to serve this engine alone. Its cache takes DEVICE_CACHE_SHARE of the memory
+that the weights and the largest step leave free. To measure this, the largest step is run once,
+on a temporary pool. Host memory is shared with other processes, and only touched as pages are used.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def default_bytes(
 def _run_largest_step(
     params: KVCacheParamInterface, session: Session, tokens: int, logits: int, longest: int
 ) -> None:
-    """Prompts of `tokens` tokens in all; what the session keeps for a step, it has from then on."""
+    """Run a step of `tokens` prompt tokens, so that the session allocates its step memory."""
     length = min(tokens, longest)
     prompts = [
         TextContext(("largest step", start), [0] * min(length, tokens - start))

@@ -1,4 +1,4 @@
-"""Chats: messages become the text of a prompt, by the artifact's own template."""
+"""Chats: the artifact's own template renders messages to the text of a prompt."""
 
 from __future__ import annotations
 
@@ -42,17 +42,17 @@ CONFIG = "tokenizer_config.json"
 SPECIAL_TOKENS = "special_tokens_map.json"
 
 PROBE = "a probe"
-"""A message that shows what a template takes."""
+"""Message content that shows which forms of messages a template accepts."""
 
 KEPT_FORMS = 64
-"""Forms of messages that are kept, by template and kinds of messages."""
+"""Most entries of the cache of forms, by template and kinds of messages."""
 
 Form: TypeAlias = Callable[[list[Message]], list[Message]]
-"""From messages as they are given to those that a template renders."""
+"""Converts messages to the form that a template renders."""
 
 
 class ChatFields(TypedDict, total=False):
-    """How messages are rendered: keywords of `ChatTemplates.render`."""
+    """Keywords of `ChatTemplates.render`, without the messages."""
 
     tools: Sequence[Mapping[str, Any]] | None
     add_generation_prompt: bool | None
@@ -62,7 +62,7 @@ class ChatFields(TypedDict, total=False):
 
 
 class Prompts:
-    """From text, and from messages in OpenAI's form, to token ids: what an artifact's folder says.
+    """Converts text, and messages in OpenAI's form, to token ids by an artifact's folder.
 
     It needs no session. Keywords for messages are the fields of `ChatFields`.
     """
@@ -73,19 +73,22 @@ class Prompts:
         self._folder = folder
 
     def default_sampling_params(self) -> SamplingParams:
-        """How the model's authors sample its text, where its generation_config.json says so; else
-        greedy. `dataclasses.replace(params, max_new_tokens=100)` gives a limit.
+        """Sampling parameters of the model's generation_config.json, else greedy sampling.
 
-        ArtifactError for a damaged file, and for a value that no request can have.
+        `dataclasses.replace(params, max_new_tokens=100)` adds a limit. ArtifactError for a damaged
+        file, and for a value that no request can have.
         """
         return self.suggested_params({})
 
     def suggested_params(self, given: JsonObject) -> SamplingParams:
-        """The same, with `given` fields in the place of the file's."""
+        """Return `default_sampling_params()`, with `given` fields in place of the file's."""
         return self._suggested(given)[1]
 
     def suggested_fields(self) -> JsonObject:
-        """What the file says, by the names of SamplingParams; errors as above."""
+        """Fields of generation_config.json, by the names of SamplingParams.
+
+        ArtifactError as in `default_sampling_params`.
+        """
         return self._suggested({})[0]
 
     def _suggested(self, given: JsonObject) -> tuple[JsonObject, SamplingParams]:
@@ -97,26 +100,27 @@ class Prompts:
             raise ArtifactError(f"{path}: {error}") from error
 
     def tokenize(self, text: str, *, special_tokens: bool = True) -> list[int]:
-        """Token ids of a prompt, with the special tokens that the model's tokenizer adds."""
+        """Token ids of a prompt. `special_tokens`: add those that the tokenizer adds to a text."""
         return self._text.tokenize(text, special_tokens=special_tokens)
 
     def apply_chat_template(self, messages: Messages, **fields: Unpack[ChatFields]) -> list[int]:
-        """Token ids of a chat in the form that the artifact's template gives it.
+        """Token ids of a chat, rendered by the artifact's template.
 
-        Special tokens are those that the template writes, in messages too: none is added.
-        `tools`: JSON schemas of functions. `add_generation_prompt` (default: True): whether the
-        text ends where an answer begins. `continue_final_message`: whether it ends with the text of
-        the last message, which an answer goes on with; there is no generation prompt then.
-        `chat_template`: a template, or the name of one of the artifact's. `chat_template_kwargs`:
-        more variables of the template.
-        RequestError: what is no message, a template that refuses the messages or fails at them.
+        Special tokens that the template or a message contains are recognized; none is added.
+        `tools`: JSON schemas of functions.
+        `add_generation_prompt`: whether the text ends where an answer begins (default: True).
+        `continue_final_message`: whether the text ends with the last message's text, which the
+        answer continues. There is no generation prompt then.
+        `chat_template`: a template, or the name of one of the artifact's.
+        `chat_template_kwargs`: more variables of the template.
+        RequestError: an invalid message, or a template that rejects the messages or fails on them.
         ArtifactError: no template, or a damaged one.
         """
         return self._text.tokenize(self._templates.render(messages, **fields), special_tokens=False)
 
 
 class Chats(Prompts, ABC):
-    """An engine's methods for messages: dicts with role and content, in OpenAI's form."""
+    """Methods of an engine that take messages: dicts with role and content, in OpenAI's form."""
 
     @abstractmethod
     def generate(
@@ -133,8 +137,8 @@ class Chats(Prompts, ABC):
     ) -> Completion:
         """Generate the answer to a chat; for its pieces, `stream(apply_chat_template(messages))`.
 
-        Keywords and errors as of `apply_chat_template`, and errors as of `submit`. An answer is
-        text: calls of `tools` in it are not parsed.
+        Keywords and errors are those of `apply_chat_template`; errors of `submit` are possible
+        too. The answer is text: calls of `tools` in it are not parsed.
         """
         if sampling is not None:
             require_single(sampling)
@@ -142,7 +146,7 @@ class Chats(Prompts, ABC):
 
 
 class ChatTemplates:
-    """The chat templates of the artifact in `folder`, as they are when this is made.
+    """The chat templates in the artifact's `folder`, read on construction.
 
     ArtifactError for a file that is not text, or not JSON.
     """
@@ -169,15 +173,16 @@ class ChatTemplates:
     ) -> str:
         """The text of a chat.
 
-        `tools` are JSON schemas of functions. `add_generation_prompt`: whether the text ends where
-        an answer begins; None: it does, unless it ends with the last message, by
-        `continue_final_message`. `chat_template`: a template, or the name of one of the artifact's.
-        `chat_template_kwargs`: more variables of the template, `documents` among them. Parts of a
-        message's content are joined where the template takes text alone; text is a part where it
-        takes lists of parts alone.
-        A message of role developer is one of system where the template names no developer.
-        RequestError: what is no message, or a template that refuses the messages or fails at them.
-        ArtifactError: no template, or one that is damaged.
+        `tools`: JSON schemas of functions.
+        `add_generation_prompt`: whether the text ends where an answer begins. None: the opposite
+        of `continue_final_message`, which ends the text with the last message.
+        `chat_template`: a template, or the name of one of the artifact's.
+        `chat_template_kwargs`: more variables of the template, such as `documents`.
+        The parts of a message's content are joined if the template takes only text. Text becomes
+        one part if the template takes only lists of parts. Role developer becomes system if the
+        template does not name developer.
+        RequestError: an invalid message, or a template that rejects the messages or fails on them.
+        ArtifactError: no template, or a damaged one.
         """
         chat = plain_messages(messages)
         if tools is not None:
@@ -210,8 +215,8 @@ class ChatTemplates:
         return up_to_mark(text, chat) if continues else text
 
     def _rendered(self, source: str, variables: Mapping[str, object], chat: list[Message]) -> str:
-        """ValueError where the template fails, with an empty content of tool calls alone too: some
-        join each content with other text."""
+        """Render `chat`. ValueError if the template fails, also with "" for missing contents of
+        tool calls: some templates concatenate every content."""
         taken = self._form(source, variables, chat)(chat)
         try:
             return self._jinja.render(source, {**variables, "messages": taken})
@@ -222,7 +227,7 @@ class ChatTemplates:
         return self._rendered(source, variables, filled)
 
     def _source(self, given: str | None, has_tools: bool) -> str:
-        """The template that is asked for, which compiles."""
+        """The source of the requested template, checked to compile."""
         if given is None:
             given = "tool_use" if has_tools and "tool_use" in self._sources else "default"
             if given not in self._sources:
@@ -233,7 +238,7 @@ class ChatTemplates:
                 )
         instance("chat_template", given, str, "text or None")
         source = self._sources.get(given)
-        if source is None and "{" not in given:  # a text without a variable is no template
+        if source is None and "{" not in given:  # a template has at least one variable
             raise RequestError(
                 f"chat_template: expected a template, or the name of one of the artifact's "
                 f"({self._names}), got {said(given)}"
@@ -248,8 +253,10 @@ class ChatTemplates:
         return given if source is None else source
 
     def _form(self, source: str, variables: Mapping[str, object], chat: list[Message]) -> Form:
-        """What `chat` becomes for a template: it is asked for each set of kinds of messages once,
-        unless it shows no message, or some have parts: these may depend on the variables."""
+        """The form in which the template takes `chat`, by probing it with test messages.
+
+        Forms are cached by the kinds of messages. Uncached: messages with parts, as their form may
+        depend on the variables, and templates that show no message."""
         if any(isinstance(each.get("content"), list) for each in chat):
             return self._probed_form(source, variables, chat)[0]
         asked = [(each["role"], "tool_calls" in each, bool(each.get("content"))) for each in chat]
@@ -265,8 +272,8 @@ class ChatTemplates:
     def _probed_form(
         self, source: str, variables: Mapping[str, object], chat: list[Message]
     ) -> tuple[Form, bool]:
-        """The form, and whether the template shows it: in messages of the same roles, as a template
-        may ask for some of them."""
+        """The form that the template takes, and whether the probe was conclusive. Probes have the
+        same roles as `chat`, since a template may require some roles."""
 
         def rendered(messages: list[Message]) -> str | None:
             try:
@@ -280,7 +287,7 @@ class ChatTemplates:
         if shows_parts and not shows_text:
             return as_parts, True
         if text is not None and text == parts:
-            return list, shows_text  # as they are
+            return list, shows_text  # unchanged
         return joined_text, shows_text
 
     @property
@@ -289,13 +296,13 @@ class ChatTemplates:
 
     @cached_property
     def _jinja(self) -> Jinja:
-        from kvgraph.runtime.templates import Jinja  # a prompt of text needs none
+        from kvgraph.runtime.templates import Jinja  # not needed for prompts of text
 
         return Jinja()
 
     @cached_property
     def _sources(self) -> dict[str, str]:
-        """Name -> template; files of their own come before those in the tokenizer's."""
+        """Template by name. Template files take precedence over those in the tokenizer's config."""
         given = self._config.get("chat_template")
         if self._files or given is None:
             return self._files
@@ -308,14 +315,14 @@ class ChatTemplates:
             if all(isinstance(text, str) for item in sources.items() for text in item):
                 return sources
         except (TypeError, KeyError):
-            pass  # the sentence below
+            pass  # the error below says it
         raise ArtifactError(
             f"{self._folder / CONFIG}: chat_template: expected text, or templates with names, got "
             f"{said(given)}"
         )
 
     def _special_tokens(self) -> dict[str, str]:
-        """Special tokens by their names, from where transformers takes them."""
+        """Special tokens by name, from the same files as transformers takes them."""
         fields = self._config
         if "added_tokens_decoder" not in fields:
             fields = fields | read_fields(self._folder / SPECIAL_TOKENS, ArtifactError)

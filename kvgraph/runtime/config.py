@@ -1,7 +1,7 @@
-"""What an engine is told of its cache, its tiers and its batches: a record each.
+"""Settings of an engine: one record each for its cache, its tiers and its batches.
 
-Sizes of memory are bytes, or text such as "4GiB". RequestError names a field of another type, or
-out of its range.
+Memory sizes are bytes, or text such as "4GiB". RequestError names a field of the wrong type or
+out of range.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ from kvgraph.runtime.arguments import flag, instance, integer, optional_integer,
 from kvgraph.runtime.prefix_file import Prefix
 
 MOST_ROWS = 1 << 20
-"""Of a batch: each takes a row of the lookup table, whether it runs or not."""
+"""Largest batch size: every row takes a row of the lookup table, even if unused."""
 
 DEFAULT_DISK_BYTES = 16 << 30
-"""Size limit of a disk tier where none is given."""
+"""Size limit of a disk tier if none is given."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheConfig:
     """The pool of an engine.
 
-    `num_pages`: pages of each leaf. None: what fits `cache_memory` bytes, or fewer where the rows
-    of a batch need fewer at the model's maximum length; leaves with a window get what their
-    windows need. A cache that is not paged takes neither.
-    `cache_memory`: None: 1 GiB in host memory; on a GPU, 0.9 of what is free next to the weights
-    and the largest step, which is run once to see what it takes.
-    `enable_prefix_caching`: whether requests share pages of equal prefixes. None: on where the kind
+    `num_pages`: pages of each leaf. None: as many as fit `cache_memory` bytes, but no more than the
+    rows of a batch need at the model's maximum length; leaves with a window get what their windows
+    need. Only a paged cache takes `num_pages` or `cache_memory`.
+    `cache_memory`: bytes of the pool. None: 1 GiB in host memory; on a GPU, 0.9 of the memory that
+    the weights and the largest step leave free. That step is run once to measure it.
+    `enable_prefix_caching`: whether requests share pages of equal prefixes. None: on if the kind
     of cache can share pages.
     """
 
@@ -60,19 +60,19 @@ class CacheConfig:
 
     @property
     def nbytes(self) -> int | None:
-        """`cache_memory` in bytes, where it is given."""
+        """`cache_memory` in bytes; None if not given."""
         given = self.cache_memory
         return None if given is None else parse_bytes("cache_memory", given)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TierConfig:
-    """The tiers below an engine's pool, which hold the pages that leave it. Default: none.
+    """The tiers below an engine's pool, which keep pages that are evicted from it. Default: none.
 
-    `total_num_host_pages`: pages of each leaf in host memory, or `host_memory`: bytes of it.
-    `disk`: a folder, for one user, of at most `disk_bytes` bytes, which are 16 GiB where None.
-    `remote`: URL of a server that many machines share. `prefixes`: files of `kvgraph prefill`, or
-    what `read_prefix` gave; they are only read.
+    `total_num_host_pages`: pages of each leaf in host memory; or `host_memory`: their bytes.
+    `disk`: a folder, used by one user. `disk_bytes`: its size limit; None: 16 GiB.
+    `remote`: URL of a server that many machines share.
+    `prefixes`: files of `kvgraph prefill`, or results of `read_prefix`; they are only read.
     """
 
     total_num_host_pages: int | None = None
@@ -126,13 +126,14 @@ class TierConfig:
 class BatchConfig:
     """The steps of an engine.
 
-    `max_batch_size`: most requests in a step. `max_batch_tokens`: most new tokens of a step; a
-    longer prompt is processed in chunks. None: the session's `step_tokens`. What was compiled may
-    bound both further; over a padded cache requests run one after the other.
-    `max_prefill_tokens`: most tokens of prompts in a step in which other requests decode, so that
+    `max_batch_size`: most requests in a step.
+    `max_batch_tokens`: most new tokens of a step; a longer prompt is processed in chunks. None: the
+    session's `step_tokens`. The compiled graph may bound both further. Over a padded cache,
+    requests run one after another.
+    `max_prefill_tokens`: most prompt tokens of a step in which other requests decode, so that
     their next token does not wait for a whole prompt. A number has no effect while more requests
-    wait than decode, so that a burst begins together. "auto": as many as take the time of those
-    that decode, as earlier steps tell it, and more the more requests wait. None: no such limit.
+    wait than decode, so that a burst starts together. "auto": as many tokens as take the time of
+    the decode rows, by the times of earlier steps, and more if more requests wait. None: no limit.
     """
 
     max_batch_size: int = DEFAULT_BATCH_SIZE
@@ -149,7 +150,7 @@ class BatchConfig:
 
 
 class ConfigFields(TypedDict, total=False):
-    """The records' fields, as keywords of an engine: each is sugar for its record."""
+    """Keywords of an engine: the fields of all config records."""
 
     num_pages: int | None
     cache_memory: int | str | None
@@ -171,9 +172,9 @@ Config = TypeVar("Config", CacheConfig, TierConfig, BatchConfig)
 def configured(
     name: str, kind: type[Config], given: Config | None, options: ConfigFields
 ) -> Config:
-    """The record `given` as keyword `name`, or one of those `options` that are its fields.
+    """The record `given` as keyword `name`, or a `kind` of those `options` that are its fields.
 
-    RequestError: both, or something else than a `kind`.
+    RequestError if both are given, or `given` is not a `kind`.
     """
     names = {field.name for field in fields(kind)}
     own: dict[str, Any] = {option: value for option, value in options.items() if option in names}
@@ -189,7 +190,7 @@ def configured(
 
 
 def require_known(options: ConfigFields) -> None:
-    """TypeError, as Python's, for a keyword that is no field of a record."""
+    """Raise TypeError, as Python does, for a keyword that is not a field of any record."""
     for option in options.keys() - ConfigFields.__annotations__.keys():
         raise TypeError(f"Engine.__init__() got an unexpected keyword argument {option!r}")
 
@@ -201,6 +202,6 @@ def _prefill_tokens(value: object) -> int | Literal["auto"] | None:
 
 
 def _normalize(record: object, **values: object) -> None:
-    """The checked values in place of what was given."""
+    """Replace the fields of a frozen `record` by their checked `values`."""
     for name, value in values.items():
         object.__setattr__(record, name, value)

@@ -1,4 +1,4 @@
-"""The kernels of an artifact's folder, loaded into this machine's GPU. Knows no framework."""
+"""Loads the kernels of an artifact's folder into this machine's GPU, without a framework."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from kvgraph.runtime.sessions.cuda_errors import opening_error
 from kvgraph.runtime.sessions.opening import opening
 
 MIN_DRIVER = (12, 0)
-"""The cubins' assembler is of CUDA 12: any driver of 12.0 or later takes them."""
+"""The cubins are assembled by CUDA 12, so any driver of 12.0 or later loads them."""
 
 
 class Cubins:
-    """Kernels by variant name, of the nearest architecture that GPU `ordinal` takes whole.
+    """Kernels by variant name, for the nearest architecture whose kernels all load.
 
-    `folder` is `kernels/` of an artifact. Loads into the thread's CUDA context, or the device's
-    primary one. ArtifactError with every architecture's reason where none fits; CapacityError where
-    the GPU has too little memory; DeviceLostError.
+    `folder`: `kernels/` of an artifact. `ordinal`: the GPU. Kernels are loaded into the thread's
+    CUDA context, or the device's primary one. ArtifactError with each architecture's reason if
+    none fits; CapacityError if the GPU has too little memory; DeviceLostError.
     """
 
     def __init__(self, folder: Path, ordinal: int = 0) -> None:
@@ -35,7 +35,7 @@ class Cubins:
         self.arch, self._kernels = self._load(ordinal)
 
     def require(self, variants: Iterable[Variant]) -> None:
-        """ArtifactError unless every one of `variants` is here."""
+        """Raise ArtifactError unless all `variants` are loaded."""
         for variant in variants:
             if variant.name not in self._kernels:
                 raise ArtifactError(

@@ -1,4 +1,4 @@
-"""What a request's sampling changes of its logits, as the kernel takes it."""
+"""A request's changes of its logits (bias, penalties, masks), as the sampling kernel takes them."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from kvgraph.runtime.sampling_params import SamplingParams
 
 
 class LogitEdits:
-    """Bias, penalties and tokens that may not come yet, of one request; and a mask of one step.
+    """Bias, penalties and banned tokens of one request, and the mask of one step.
 
-    `mask`: uint32 words `[(vocab + 31) // 32]`, bit b of word w for token 32 w + b, 1 where it may
-    be drawn; None: all may. It is read at the next step, and goes on until it is set again.
+    `mask`: uint32 words `[(vocab + 31) // 32]`. Bit b of word w is 1 if token 32 w + b may be
+    drawn. None: all tokens may. The next step reads it; it stays in effect until it is set again.
     `ends`: the tokens that end the request, below the model's vocabulary.
 
     All but the mask is a function of the context's tokens, so there is nothing to rewind.
@@ -48,7 +48,7 @@ class LogitEdits:
         )
 
     def address(self) -> int:
-        """Of the kernel's record for the next token; 0 where nothing is changed any more."""
+        """Address of the kernel's edit record for the next token; 0 if no edit applies."""
         edits, length, mask = self._edits, self._context.current_length, self.mask
         edits.num_banned = self._arrays[0].size if length < self._least_length else 0
         if self._punishes:
@@ -63,7 +63,7 @@ class LogitEdits:
 
 
 def punishes(params: SamplingParams) -> bool:
-    """Whether any token is less likely for having been there."""
+    """Whether a repetition, presence or frequency penalty is set."""
     factor, *amounts = params.repetition_penalty, params.presence_penalty, params.frequency_penalty
     return factor != 1 or any(amounts)
 
@@ -71,7 +71,7 @@ def punishes(params: SamplingParams) -> bool:
 def edits_of(
     params: SamplingParams, context: TextContext, ends: Collection[int]
 ) -> LogitEdits | None:
-    """None where the logits stay as they are."""
+    """The request's edits; None if its logits never change."""
     if params.logit_bias or punishes(params) or (params.min_new_tokens and ends):
         return LogitEdits(params, context, ends)
     return None

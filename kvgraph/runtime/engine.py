@@ -35,7 +35,7 @@ from kvgraph.runtime.text import Completion, completions_of
 from kvgraph.runtime.turns import Turns, in_turn
 
 MOST_WAIT_SECONDS = 0.05
-"""How long an engine without anything to run waits for tiers before it looks again."""
+"""Longest time for which an engine that can run nothing waits for tiers before it retries."""
 
 
 class Engine(Chats, Uncopied):
@@ -45,18 +45,18 @@ class Engine(Chats, Uncopied):
         for piece in engine.stream("The import statement"):
             print(piece, end="", flush=True)
 
-    `artifact` is a folder or a loaded Artifact; `session` one of its sessions, or the name of one
-    (default: its backend's); `num_threads` are the CPU threads of a session that is made here.
-    Settings are records: `cache` (the pool), `tiers` (what holds pages that leave it) and `batch`
-    (the size of a step). Every field of a record is a keyword too, `Engine(path, num_pages=100)`;
+    `artifact`: a folder or a loaded Artifact. `session`: one of its sessions, or the name of one
+    (default: its backend's). `num_threads`: CPU threads of a session that is opened here.
+    `cache` (the pool), `tiers` (which keep evicted pages) and `batch` (the size of a step) are
+    config records. Every field of a record is a keyword too: `Engine(path, num_pages=100)`.
     RequestError for a record and one of its fields. An engine with tiers has threads: `close` it,
     or use it in a `with` statement.
 
-    Threads may use an engine in turn: a call that overlaps another one is a RequestError. A call
-    that raises, by an interrupt (KeyboardInterrupt) too, costs no request a token: its step did not
-    happen, or the next `step` gives its tokens. The next call repairs what is half done; where it
-    must, it computes all open requests again (counted in `repairs`). A request that fails on its
-    own (counted in `failed_requests`) ends with finish_reason "error", and the others go on.
+    Threads may use an engine in turn; a call that overlaps another one raises RequestError. A call
+    that raises, even KeyboardInterrupt, loses no token of any request: its step did not happen, or
+    the next `step` returns its tokens. The next call repairs the bookkeeping, and if it must,
+    computes all open requests again (counted in `repairs`). A request that fails on its own
+    (counted in `failed_requests`) ends with finish_reason "error"; the others continue.
     """
 
     def __init__(
@@ -90,25 +90,25 @@ class Engine(Chats, Uncopied):
         self._turns = Turns("Engine")
         self._is_shared = False  # an AsyncEngine runs it
         self._ids = itertools.count()
-        self._open: dict[str, Request] = {}  # all that have not ended, in the order of arrival
-        self._held: list[Token] = []  # not handed over yet
+        self._open: dict[str, Request] = {}  # requests that have not ended, in order of arrival
+        self._held: list[Token] = []  # tokens that no caller has received yet
         self._streamed: dict[str, Request] = {}  # their tokens are for a `stream`, not for `step`
-        self._abandoned: deque[Request] = deque()  # that no caller waits for any more
-        self._outcome: Outcome | None = None  # of a step that has happened and is not recorded yet
-        self._is_whole = True  # scheduler and manager: False where a call that changes them stopped
-        self._in_step = False  # a step has begun to run and is not recorded yet
+        self._abandoned: deque[Request] = deque()  # their callers have left
+        self._outcome: Outcome | None = None  # a completed step that is not recorded yet
+        self._is_whole = True  # False if a call was interrupted while it changed scheduler or kv
+        self._in_step = False  # a step has started and is not recorded yet
         self.generated_tokens = self.failed_requests = self.repairs = 0
 
     @property
     def busy(self) -> bool:
-        """Whether `step` has something to do, or tokens to give."""
+        """Whether `step` has work to do, or tokens to return."""
         return bool(self._open or self._outcome or self._held_apart(self._streamed)[1])
 
     def step(self) -> list[Token]:
-        """Run one batch; the tokens that it generated, in row order.
+        """Run one batch, and return the tokens that it generated, in row order.
 
-        Before them come tokens of steps before it that no call has handed over; an open `stream`
-        gives its own. Empty when idle (see `busy`), and of a batch that is but chunks of prompts.
+        First come tokens of earlier steps that no call has returned; an open `stream` yields its
+        own tokens. Empty when idle (see `busy`), and for a batch of prompt chunks only.
         """
         call = ("step", get_ident())
         try:
@@ -116,14 +116,14 @@ class Engine(Chats, Uncopied):
                 raise self._turns.overlap(call, running)
             self._run_step()
             held, tokens = self._held_apart(self._streamed)
-            self._held = held  # no call from here on, so no interrupt: the caller has them
+            self._held = held  # last, with no call after it: an interrupt then loses no token
             return tokens
         finally:
             if self._turns.running is call:
                 del self._turns.running
 
     def _run_step(self) -> None:
-        """One batch, whose tokens are held; nothing, where there is nothing to run."""
+        """Run one batch and hold its tokens; do nothing if there is nothing to run."""
         if self._abandoned or not self._is_whole or self._in_step:
             self._settle()
         batch = self._schedule()
@@ -159,22 +159,20 @@ class Engine(Chats, Uncopied):
 
     @in_turn("cancel")
     def cancel(self, request_id: str) -> None:
-        """Stop a request: its pages are free, and no token of it comes any more. RequestError for
-        an id that is unknown, or whose last token was handed over."""
+        """Stop a request and free its pages; no more tokens of it are returned. RequestError for
+        an id that is unknown, or whose last token was returned."""
         self._settle()
         instance("request_id", request_id, str, "text")
         if not self._is_open(request_id):
-            raise RequestError(
-                f"cancel of {request_id!r}: expected an open request, got none of this id"
-            )
+            raise RequestError(f"cancel of {request_id!r}: expected an open request, got none")
         self._end(request_id)
 
     def stream(
         self, prompt: str | Sequence[int], sampling: SamplingParams | None = None
     ) -> Iterator[str]:
-        """Generate for one prompt; pieces of text as they come. Leaving early cancels it.
+        """Generate for one prompt; yield pieces of text. Leaving early cancels the request.
 
-        GenerationError where the request fails on its own.
+        GenerationError if this request fails.
         """
         request = self._request(prompt, sampling)
         try:
@@ -187,7 +185,7 @@ class Engine(Chats, Uncopied):
                     if token.error:
                         raise GenerationError(token.error)
         finally:
-            self._abandoned.append(request)  # before a call, which an interrupt may end
+            self._abandoned.append(request)  # before any call that an interrupt may stop
             self._leave()
 
     @in_turn("generate")
@@ -196,14 +194,14 @@ class Engine(Chats, Uncopied):
         prompts: Sequence[str | Sequence[int]],
         sampling: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> list[Completion]:
-        """Generate for all prompts together; completions in the prompts' order, `n` of each.
+        """Generate for all prompts together; completions in the prompts' order, `n` for each.
 
-        RequestError as of `submit`, with the prompt's index, before any of them runs.
+        RequestError as in `submit`, with the prompt's index, before any of them runs.
         """
         return self._generate(prompts, sampling)
 
     def stats(self) -> EngineStats:
-        """What runs now, and counters since the start. Any thread may ask, at any time."""
+        """Requests that run and wait now, and counters since the start. Callable in any thread."""
         rows = self.scheduler
         waiting = len(rows.waiting) + len(rows.loading)
         done = self.generated_tokens, rows.preemptions, self.failed_requests, self.repairs
@@ -214,8 +212,8 @@ class Engine(Chats, Uncopied):
 
     @in_turn("close")
     def close(self) -> None:
-        """Finish what is queued for the tiers, and let go of them; the other ranks end, where the
-        engine has opened the session. Idempotent."""
+        """Finish the queued writes to tiers and close them. Close the session too if the engine
+        opened it, which ends the other ranks. Idempotent."""
         self.kv.close()
         if self._owns_session:
             self.session.close()
@@ -226,7 +224,7 @@ class Engine(Chats, Uncopied):
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    # -- a step: what may fail comes first, what changes requests last
+    # -- a step: calls that may fail come first, changes of requests last
 
     def _schedule(self) -> Batch | None:
         self._is_whole = False
@@ -235,7 +233,7 @@ class Engine(Chats, Uncopied):
         return batch
 
     def _run(self, batch: Batch) -> Logits:
-        """Logits of the batch's rows, then of dummies: a decode step is run at a bucket's size."""
+        """Logits of the batch's rows; of padding rows too, if a decode step runs padded."""
         padded = self._buckets.pad(batch) if self._buckets else None
         bounds = None if padded is None else padded.bounds
         step = padded or batch
@@ -245,7 +243,7 @@ class Engine(Chats, Uncopied):
         return self.session.run(step.inputs, kv_inputs, capture=padded is not None)
 
     def _commit(self, outcome: Outcome) -> None:
-        """Every request gets its token. Where this is interrupted, `_repair` does the rest."""
+        """Give every request its token. If this is interrupted, `_repair` does the rest."""
         self._is_whole = False
         self._outcome = outcome  # from here on the step has happened
         outcome.batch.update(outcome.tokens, outcome.reasons, outcome.forced)  # they grow first
@@ -256,7 +254,7 @@ class Engine(Chats, Uncopied):
         self._is_whole = True
 
     def _record(self, outcome: Outcome) -> None:
-        """The step's tokens are held for their callers: all at once, and once."""
+        """Hold the step's tokens for their callers, in one assignment: exactly once."""
         failed = 0
         if any(outcome.reasons):
             failed = outcome.reasons.count("error")
@@ -270,7 +268,7 @@ class Engine(Chats, Uncopied):
     # -- calls that did not end
 
     def _settle(self) -> None:
-        """Repair what calls before this one left half done. May itself be interrupted."""
+        """Repair the state that earlier calls left half done. May itself be interrupted."""
         if self._in_step:
             self.session.synchronize()
         if not self._is_whole:
@@ -284,7 +282,7 @@ class Engine(Chats, Uncopied):
             self._abandoned.popleft()
 
     def _repair(self) -> None:
-        """All bookkeeping from scratch: every open request starts over, with the tokens it has."""
+        """Rebuild all bookkeeping: every open request starts over, with the tokens it has."""
         outcome = self._outcome
         if outcome is not None:
             for row, token, length in zip(
@@ -331,7 +329,7 @@ class Engine(Chats, Uncopied):
         request_id: str | None = None,
         cache_salt: bytes = b"",
     ) -> Request:
-        """A request that can complete; changes nothing. RequestError as of `submit`."""
+        """Build a request that can complete; change nothing. RequestError as in `submit`."""
         if request_id is not None:
             instance("request_id", request_id, str, "text")
             self._require_new(request_id)
@@ -345,10 +343,10 @@ class Engine(Chats, Uncopied):
         self._is_whole = True
 
     def _end(self, request_id: str) -> None:
-        """Stop the request if it runs, free its pages, and drop what is held of it."""
+        """Stop the request if it is open, free its pages, and drop its held tokens."""
         held = self._held_apart([request_id])[1]
         self._is_whole = False
-        self._held = held  # with the next line, no call between them: neither is done alone
+        self._held = held  # no call between this and the next line: an interrupt splits neither
         if self._open.pop(request_id, None) is not None:
             self.scheduler.cancel(request_id)
         self._is_whole = True
@@ -361,14 +359,14 @@ class Engine(Chats, Uncopied):
 
     @in_turn("stream")
     def _step_for(self, ids: Collection[str]) -> list[Token]:
-        """A step's tokens of `ids`; those of other requests are held for who asks for them."""
+        """Run a step; return the tokens of `ids`, and hold those of other requests."""
         self._run_step()
         own, self._held = self._held_apart(ids)
         return own
 
     def _leave(self) -> None:
-        """What is abandoned is forgotten as soon as no call runs: a stream may be left at any time,
-        by the collector of garbage too."""
+        """Forget abandoned requests now, or after the running call: a stream may be left at any
+        time, also by the garbage collector."""
         call = ("stream", get_ident())
         try:
             if self._turns.take(call) is call:
@@ -384,12 +382,12 @@ class Engine(Chats, Uncopied):
             del self._streamed[request.request_id]
 
     def _held_apart(self, ids: Collection[str]) -> tuple[list[Token], list[Token]]:
-        """Held tokens of `ids`, and the others."""
+        """Held tokens of `ids`, and held tokens of all other requests."""
         own = [token for token in self._held if token.request_id in ids]
         return own, [token for token in self._held if token.request_id not in ids]
 
     def _is_open(self, request_id: str) -> bool:
-        """Whether there are tokens of the request to come."""
+        """Whether tokens of the request are still to be returned."""
         held = any(token.request_id == request_id for token in self._held)
         return held or request_id in self._open
 

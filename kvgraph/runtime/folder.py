@@ -1,4 +1,4 @@
-"""What an artifact's folder says: all that a session reads of it."""
+"""The contents of an artifact's folder that a session reads."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ FileState: TypeAlias = tuple[int, int, int, int]
 
 
 def state_of(path: Path) -> FileState | None:
-    """Device, inode, size and time of the last change: equal while a file is the same one. None:
-    not there."""
+    """Device, inode, size and time of the last change: equal while the file is unchanged. None:
+    no such file."""
     try:
         stat = path.stat()
     except OSError:
@@ -30,23 +30,23 @@ def state_of(path: Path) -> FileState | None:
 
 @dataclass(frozen=True)
 class ArtifactFolder:
-    """A folder that compile wrote."""
+    """An artifact folder that `compile` wrote, with its manifest, for one rank."""
 
     folder: Path
-    """Where the artifact's files are."""
+    """The folder with the artifact's files."""
 
     manifest: Manifest
-    """The record in its `manifest.json`."""
+    """The record in the folder's `manifest.json`."""
 
     rank: int = 0
-    """Whose part of the weights is meant, of an artifact of several ranks."""
+    """The rank whose part of the weights is read; 0 for an artifact of one rank."""
 
     seen: FileState | None = field(default=None, compare=False, repr=False)
-    """The state of its manifest as it was read; None: not known."""
+    """State of the manifest file when it was read; None if not known."""
 
     def require_unchanged(self) -> None:
-        """ArtifactError where another artifact, or none, has taken the place of this one. A file
-        that is another one is read again: it may say the same."""
+        """Raise ArtifactError if the folder now has another artifact, or none. A manifest file that
+        was replaced is read again: it may have the same contents."""
         if self.seen is None or state_of(self.folder / MANIFEST_NAME) == self.seen:
             return
         got = "another one"
@@ -62,11 +62,11 @@ class ArtifactFolder:
 
     @property
     def ranks(self) -> int:
-        """Processes that run it together."""
+        """Number of ranks that run the artifact together."""
         return shards_of(self.manifest.layout)
 
     def file(self, name: str) -> Path:
-        """Where the rank's file `name` is: its own, or the one that all ranks share."""
+        """Path of file `name` for this rank: its own, or the one that all ranks share."""
         own = f"rank{self.rank}/{name}"
         return self.folder / (own if self.rank and own in self.manifest.files else name)
 

@@ -1,10 +1,10 @@
-"""What a caller says a text must look like: types and limits, checked before anything is compiled.
+"""Checks of guided decoding: types and limits, before a grammar is compiled.
 
-A grammar is compiled on the engine's thread, and some of few bytes take minutes or all memory
-there, or end the process. The compiler bounds most of them by itself (`guide.LIMITS`). The rest is
-refused here: a "multipleOf" compiles to as many states as its digits say; patterns that must hold
-together are multiplied; the time of an object is quadratic in its keys; rules are followed on the
-stack. The compiler holds whole numbers as float64, so larger ones would come out as others.
+A grammar is compiled in the engine's process, and some grammars of few bytes take minutes or all
+memory there, or crash the process. The compiler's own limits (`guide.LIMITS`) stop most of them.
+This module rejects the rest: a "multipleOf" compiles to as many states as the value of its digits;
+combined patterns multiply their states; an object takes time quadratic in its keys; nested rules
+recurse on the stack. The compiler holds integers as float64, so larger ones would change.
 """
 
 from __future__ import annotations
@@ -24,49 +24,49 @@ MOST_BYTES = 1 << 16
 MOST_DEPTH = 64
 MOST_KEYS = 512
 MOST_MULTIPLE = 10_000
-"""Digits of a "multipleOf" as a number: 1 for 0.01. Of all together where schemas are combined."""
+"""Largest value of a "multipleOf"'s digits (0.01: 1); of their product in combined schemas."""
 MOST_COMBINED = 4
 MOST_RULES = 1000
 MOST_REPEATS = 1000
-"""Of a part of a grammar: a terminal of 10,000 that must be another one too takes for ever."""
+"""Most repeats of a part of a grammar. Combining a terminal of 10,000 with another never ends."""
 MOST_INTEGER = 1 << 53
-"""Whole numbers up to it are exact as float64."""
+"""Largest magnitude of a number in a schema: integers up to it are exact as float64."""
 
 KINDS = ("guided_json", "guided_regex", "guided_grammar")
-"""Fields of SamplingParams of which at most one is given."""
+"""Fields of SamplingParams; at most one is given."""
 
 ANY_OBJECT = '{"type": "object"}'
 
 COMBINING = ("$ref", "allOf", "anyOf", "oneOf")
-"""Keywords whose schemas hold together with what stands next to them."""
+"""Keywords whose schemas apply together with their sibling keywords."""
 
 COSTLY = ("pattern", "format", "multipleOf")
 BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
 VALUES = ("const", "enum")
 
 NAMED = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
-"""Keywords whose value has a schema for each name."""
+"""Keywords whose value maps names to schemas."""
 PLAIN = (*VALUES, "default", "examples")
-"""Keywords whose values are no schemas."""
+"""Keywords whose values are not schemas."""
 
 # Each takes linear time: they run on a server's event loop.
 RULE = re.compile(r"^[^\S\n]*[?!]?[\w-][^:\n|]*:", re.MULTILINE)
-"""Where a rule or a terminal begins, of Lark's form and of GBNF."""
+"""The start of a rule or a terminal, in Lark's form and in GBNF."""
 REPEATS = re.compile(r"(?:\{\s*+(?:\d*+\s*+,\s*+)?|~\s*+)(\d+)")
 """The last number of `{m,n}` and of `~n`."""
 LITERAL = re.compile(r'"(?:[^"\\\n]|\\.)*+"?|(/(?:[^/\\\n]|\\.)++/?)')
-"""A fixed text, or a regular expression."""
+"""A string literal, or a regular expression."""
 
 
 class Grammar(NamedTuple):
-    """What a text must look like; `kind` is one of KINDS."""
+    """The grammar that a text must match; `kind` is one of KINDS."""
 
     kind: str
     text: str
 
 
 def grammar_of(given: Mapping[str, object]) -> Grammar | None:
-    """Of the KINDS the one that is `given`, checked; None where none is. RequestError names it."""
+    """The one of KINDS that is `given`, checked; None if none is. RequestError names the field."""
     names = [name for name, value in given.items() if value is not None]
     if len(names) > 1:
         raise RequestError(f"{', '.join(names)}: expected at most one of them, got {len(names)}")
@@ -86,7 +86,7 @@ def grammar_of(given: Mapping[str, object]) -> Grammar | None:
 
 
 def schema_text(name: str, value: object) -> str:
-    """A JSON schema as text; of any object for True and {}."""
+    """A JSON schema as text; the schema of any object for True and {}."""
     if value is True or value == {}:
         return ANY_OBJECT
     if not isinstance(value, str | Mapping):
@@ -108,7 +108,7 @@ def schema_text(name: str, value: object) -> str:
 
 
 def require_small(name: str, value: object) -> None:
-    """RequestError for JSON values that are too long as text, or nest too deeply to be one."""
+    """Raise RequestError for JSON values that are too long as text, or too deeply nested."""
     try:
         _require_size(name, json.dumps(value))
     except RecursionError as error:
@@ -116,7 +116,8 @@ def require_small(name: str, value: object) -> None:
 
 
 def _require_few(name: str, rules: str) -> None:
-    """RequestError for a grammar, without its fixed texts, that is too large a one."""
+    """Raise RequestError if a grammar, without its string literals, has too many rules or
+    repeats."""
     if (count := len(RULE.findall(rules))) > MOST_RULES:
         raise RequestError(f"{name}: expected at most {MOST_RULES} rules, got {count}")
     for number in REPEATS.findall(rules):
@@ -133,7 +134,7 @@ def _require_size(name: str, text: str) -> None:
 
 
 def _require_bounded(name: str, schema: dict[str, object]) -> None:
-    """RequestError for what no other limit bounds."""
+    """Raise RequestError for a schema that the compiler's limits do not bound."""
     _require_exact(name, schema)
     combines, costly, multiples = False, 0, 1
     for part in _objects(name, schema):
@@ -167,8 +168,8 @@ def _require_bounded(name: str, schema: dict[str, object]) -> None:
 
 
 def _require_distinct_keys(name: str, part: dict[str, object]) -> None:
-    """RequestError where a repeated key would count as another one: keys without a name of their
-    own in the schema may repeat, and the compiler counts each."""
+    """Raise RequestError if repeated keys could satisfy "minProperties": the compiler counts a
+    repeated key twice, unless the schema names it."""
     least, required = part.get("minProperties"), part.get("required")
     named = len(required) if isinstance(required, list) else 0
     is_closed = part.get("additionalProperties") is False and not part.get("patternProperties")
@@ -181,7 +182,7 @@ def _require_distinct_keys(name: str, part: dict[str, object]) -> None:
 
 
 def _digits(multiple: object) -> int:
-    """A number without its point: 25 for 0.25. 1 for what is no number."""
+    """The digits of a number as an integer: 25 for 0.25. 1 if it is not a number."""
     if isinstance(multiple, int):
         return abs(multiple) or 1
     if not isinstance(multiple, float) or not math.isfinite(multiple):
@@ -192,7 +193,7 @@ def _digits(multiple: object) -> int:
 
 
 def _require_exact(name: str, schema: dict[str, object]) -> None:
-    """RequestError for whole numbers that the compiler would take for others."""
+    """Raise RequestError for integers that the compiler would change."""
     left: list[tuple[object, bool]] = [(schema, False)]
     while left:
         part, is_by_name = left.pop()
@@ -219,7 +220,7 @@ def _require_float(name: str, key: str, number: object) -> None:
 
 
 def _integers(value: object) -> Iterator[int]:
-    """`value`, or those in it."""
+    """All integers in `value`, which may be a list or dict, nested."""
     left = [value]
     while left:
         one = left.pop()
@@ -229,7 +230,7 @@ def _integers(value: object) -> Iterator[int]:
 
 
 def _objects(name: str, schema: object) -> Iterator[dict[str, object]]:
-    """Every object in the schema, however deep; RequestError below MOST_DEPTH."""
+    """Every object in the schema; RequestError if it is deeper than MOST_DEPTH."""
     level = [schema]
     for _ in range(MOST_DEPTH):
         yield from (part for part in level if isinstance(part, dict))

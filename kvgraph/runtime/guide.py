@@ -1,4 +1,4 @@
-"""Structured output: which tokens a grammar lets a request draw next, and which it forces.
+"""Structured output: the tokens that a grammar allows a request next, and those that it forces.
 
 Decision: the matcher is llguidance. It takes JSON schemas, regular expressions and grammars over
 any vocabulary without precomputed tables, needs no other package, and computes the masks of a batch
@@ -36,25 +36,25 @@ LIMITS: JsonObject = {
     "max_lexer_states": 20_000,
     "verbose_errors": False,
 }
-"""Of llguidance's parser: a first mask takes 50 ms at most, and a grammar 40 MB."""
+"""Limits of llguidance's parser: a first mask takes at most 50 ms, and a grammar 40 MB."""
 
 GBNF = re.compile(r"^[^\S\n]*[\w-]+[^\S\n]*::=", re.MULTILINE)
-"""A rule of it; of Lark's form, a colon is followed by no other one."""
+"""The start of a GBNF rule, `name ::=`. Grammars in Lark's form have no `::=`."""
 
 NOT_FOLLOWED = "expected a grammar that can be followed"
-"""Begins what a token's error says of its request's own grammar."""
+"""Start of a token's error message about its request's grammar."""
 
 NOT_TAKEN = "expected what llguidance takes"
-"""Begins what is said of a grammar that is refused."""
+"""Start of the error message about a grammar that llguidance rejects."""
 
 MOST_COMPILED = 32
 MOST_REASON = 200
 
 
 class Vocabulary(NamedTuple):
-    """The tokens of one engine, as llguidance has them; `words` of 32 tokens are a mask.
+    """An engine's tokens in llguidance. `words`: 32-bit words of a mask.
 
-    `spells_ends`: an end token of the model is a word too, which llguidance takes for one.
+    `spells_ends`: an end token of the model also has text, so llguidance may allow it as text.
     """
 
     tokenizer: LLTokenizer
@@ -64,10 +64,10 @@ class Vocabulary(NamedTuple):
 
 
 class Guides:
-    """Makes the guides of one engine: its tokenizer for llguidance once, each grammar once.
+    """Makes the guides of one engine, and caches its llguidance tokenizer and compiled grammars.
 
-    Nothing is imported or computed before the first grammar. The MOST_COMPILED grammars that were
-    used last are kept.
+    Nothing is imported or computed before the first grammar. The cache keeps the MOST_COMPILED
+    grammars that were used last.
     """
 
     def __init__(self, model: ModelInfo, folder: Path, tokenizer: Tokenizer | None) -> None:
@@ -86,10 +86,10 @@ class Guides:
         stops: Collection[int],
         edits: LogitEdits,
     ) -> Guide:
-        """Of a request that ends at `stops`; `edits` get its masks.
+        """Make the guide of a request that ends at `stops`; it sets the masks of `edits`.
 
-        MissingDependencyError without llguidance; RequestError for a grammar that it refuses, and
-        without a tokenizer; UnsupportedError for a tokenizer that it refuses.
+        MissingDependencyError without llguidance. RequestError for a grammar that llguidance
+        rejects, and without a tokenizer. UnsupportedError for a tokenizer that it rejects.
         """
         vocabulary = self._vocabulary or self._start(grammar.kind)
         tokenizer = vocabulary.tokenizer
@@ -118,8 +118,8 @@ class Guides:
             ) from error
         known = self._tokenizer.get_vocab_size()
         size = max(self.vocab_size, known)
-        # llguidance wants an end token: of a model without one the last token, which no guided
-        # text then has.
+        # llguidance requires an end token. For a model without one, use the last token, which then
+        # never occurs in guided text.
         ends = [end for end in self._model_ends if end < known] or [known - 1]
         try:
             tokenizer = LLTokenizer(self._tokenizer.to_str(), n_vocab=size, eos_token=ends)
@@ -139,10 +139,10 @@ class Guides:
 
 
 class Ends:
-    """Which end tokens a mask gets: those of the request where the grammar accepts, from its
-    `least` length on. Where nothing else may come, the grammar decides alone.
+    """Sets a mask's end tokens: the request's, where the grammar accepts the text, from the
+    `least_length` on. If no other token is allowed, the mask stays as the grammar gave it.
 
-    `own` None: llguidance has done so, with the model's end tokens.
+    `own`: the request's end tokens. None: llguidance has set the model's end tokens already.
     """
 
     __slots__ = ("_least_length", "_own", "_tokens")
@@ -165,10 +165,10 @@ class Ends:
 
 
 class Guide:
-    """Where the text of one request is in its grammar.
+    """The position of one request's text in its grammar.
 
-    That is a function of the context's tokens: `rewind`, and the next mask follows them again.
-    Tokens below `forceable` are forced.
+    It is a function of the context's tokens: after `rewind`, the next mask consumes them again.
+    `forceable`: only token ids below it are forced.
     """
 
     __slots__ = (
@@ -201,18 +201,18 @@ class Guide:
         self.matcher: LLMatcher | None = None
 
     def rewind(self) -> None:
-        """Go on behind the tokens that the context has, whatever was drawn."""
+        """Discard the matcher; the next mask starts after the tokens that the context has then."""
         self.matcher = None
 
     def start(self) -> LLMatcher:
-        """The matcher behind the context's tokens."""
+        """Make a matcher that has consumed the context's generated tokens."""
         matcher = self._compiled.deep_copy()
         matcher.consume_tokens(self._context.tokens[self._prompt_length :].tolist())
         self.matcher = matcher
         return matcher
 
     def set_mask(self, mask: npt.NDArray[np.uint32]) -> None:
-        """Draw the next token by `mask`, which llguidance has filled; by none after an error."""
+        """Use the filled `mask` for the next token; allow no token after an error."""
         assert self.matcher is not None
         if self.matcher.is_error():
             mask[:] = 0
@@ -221,9 +221,9 @@ class Guide:
         self._edits.mask = mask
 
     def advance(self, token: int) -> tuple[list[int], bool]:
-        """Tokens that must follow a drawn one, and whether nothing can follow them.
+        """Consume a drawn token. Return the tokens that must follow it, and whether the text ends.
 
-        None for a request that asks for log-probabilities: those of a forced token are not known.
+        No token is forced if the request asks for log-probabilities: a forced token has no logits.
         """
         assert self.matcher is not None
         self.matcher.consume_token(token)
@@ -235,14 +235,14 @@ class Guide:
 
     @property
     def error(self) -> str:
-        """Why no token can be drawn, as far as the grammar knows."""
+        """The matcher's error, for the user; empty if there is none."""
         assert self.matcher is not None
         why = self.matcher.get_error()
         return f"{NOT_FOLLOWED}, got {_reason(why)}" if why else ""
 
 
 def set_masks(guides: Sequence[Guide]) -> None:
-    """The masks of the next step, all together; of one engine."""
+    """Set the masks of the next step of `guides`, which belong to one engine, in parallel."""
     from llguidance.numpy import fill_next_token_bitmask_par
 
     matchers = [guide.matcher or guide.start() for guide in guides]
@@ -286,10 +286,10 @@ def _compile(tokenizer: LLTokenizer, grammar: Grammar) -> LLMatcher:
         raise refusal(error) from error
     matcher = LLMatcher(tokenizer, source, log_level=0, limits=LLParserLimits(**LIMITS))
     if not matcher.is_error():
-        matcher.compute_bitmask()  # of what is too complex, the first mask says so
+        matcher.compute_bitmask()  # reports a grammar that is too complex
     first = matcher.deep_copy()
     if not first.is_error():
-        first.consume_tokens(first.compute_ff_tokens())  # or what it forces
+        first.consume_tokens(first.compute_ff_tokens())  # or its forced start reports it
     for reached in (matcher, first):
         if reached.is_error():
             raise refusal(reached.get_error())
@@ -299,18 +299,18 @@ def _compile(tokenizer: LLTokenizer, grammar: Grammar) -> LLMatcher:
 
 
 def _lark(text: str) -> str:
-    """A grammar in Lark's form. ValueError for a GBNF that has none."""
+    """`text` in Lark's form, converted if it is GBNF. ValueError if the conversion fails."""
     from llguidance.gbnf_to_lark import gbnf_to_lark
 
     if not GBNF.search(text):
         return text
     try:
         return gbnf_to_lark(text)
-    except Exception as error:  # its parser's own, and deep recursion
+    except Exception as error:  # the converter's own errors, and RecursionError
         let_pass(error)
         raise ValueError(f"GBNF: {error}") from error
 
 
 def _reason(error: object) -> str:
-    """What llguidance says, on one line."""
+    """An error of llguidance on one line, at most MOST_REASON characters."""
     return " ".join(str(error).split())[:MOST_REASON] or type(error).__name__

@@ -1,12 +1,11 @@
-"""Artifacts that were found intact: no file is hashed again while none has changed.
+"""Remembers artifacts that were found intact, so that unchanged files are not hashed again.
 
     $XDG_CACHE_HOME/kvgraph/intact/<hash of the artifact's path>.json       (default: ~/.cache)
 
-A stamp holds what the file system says of every file, read before the files are hashed: a change
-while they are hashed, or later, makes a difference. The change time is part of it, so a file whose
-modification time was put back is hashed. Two changes within a tick of the clock look like one, so
-there is no stamp of files that changed just now (git's rule for its index). A stamp that is lost
-costs one check.
+A stamp holds size, times and inode of every file, read before the files are hashed: a change during
+the hashing, or later, makes the stamp differ. It includes the change time, so a file whose
+modification time was reset is hashed. Two changes within one tick of the clock look like one, so
+files that changed just now get no stamp (git's rule for its index). A lost stamp costs one check.
 """
 
 from __future__ import annotations
@@ -27,11 +26,11 @@ from kvgraph.contract.plain import to_json, to_plain
 Stamp: TypeAlias = dict[str, object]
 
 SETTLED_SECONDS = 2
-"""How long no file has changed: the coarsest clock of a file system (FAT) ticks every 2 s."""
+"""Least age of a file's last change: the coarsest file system clock (FAT) ticks every 2 s."""
 
 
 def require_intact(folder: Path, manifest: Manifest, *, again: bool) -> None:
-    """ArtifactError as of `verify_files`; hashes nothing that was found intact, unless `again`."""
+    """Raise ArtifactError as `verify_files` does. Unless `again`, skip files with a valid stamp."""
     stamp, path = _stamp(folder, manifest), _path(folder)
     if not again and stamp is not None and path is not None and _read(path) == stamp:
         return
@@ -41,7 +40,7 @@ def require_intact(folder: Path, manifest: Manifest, *, again: bool) -> None:
 
 
 def _stamp(folder: Path, manifest: Manifest) -> Stamp | None:
-    """Of the files as they are; None where one is missing, outside, or changed just now."""
+    """Stamp of the files as they are; None if one is missing, outside, or changed just now."""
     settled = time.time_ns() - SETTLED_SECONDS * 10**9
     files = {}
     for name in manifest.files:
@@ -60,7 +59,7 @@ def _stamp(folder: Path, manifest: Manifest) -> Stamp | None:
 
 
 def _path(folder: Path) -> Path | None:
-    """Where the artifact's stamp is; None for a user without a home."""
+    """Path of the artifact's stamp; None if the user has no home folder."""
     given = os.environ.get("XDG_CACHE_HOME", "")
     try:
         cache = Path(given) if os.path.isabs(given) else Path.home() / ".cache"
@@ -80,7 +79,7 @@ def _read(path: Path) -> object:
 
 
 def _write(path: Path, stamp: Stamp) -> None:
-    with suppress(OSError):  # a folder that is not ours to write: the next start hashes again
+    with suppress(OSError):  # not writable for this user: the next start hashes again
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         with replacing(path) as file:
             file.write(to_json(stamp))

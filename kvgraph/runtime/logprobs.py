@@ -14,8 +14,9 @@ from kvgraph.ops import native
 
 
 class Logprob(NamedTuple):
-    """One token, the natural logarithm of its probability (to 1e-5), and its rank: 1 the likeliest,
-    of equal ones the lowest id first."""
+    """A token, the natural logarithm of its probability (to 1e-5), and its rank.
+
+    Rank 1 is the likeliest token; equal ones rank by lowest id."""
 
     token_id: int
     logprob: float
@@ -23,7 +24,7 @@ class Logprob(NamedTuple):
 
 
 class TokenLogprobs(NamedTuple):
-    """Of one position: the token that is there, and the likeliest ones, likeliest first."""
+    """Log-probabilities at one position: of the token there, and of the top tokens in order."""
 
     chosen: Logprob
     top: tuple[Logprob, ...]
@@ -33,22 +34,22 @@ class TokenLogprobs(NamedTuple):
 class PromptScores:
     """The log-probabilities of a request's prompt, as far as they are known.
 
-    `found`: by position, None of the first token; `most`: likeliest tokens of each.
+    `found`: one entry per position; None for the first token. `most`: top tokens per position.
 
-    A function of the prompt alone: what a step that did not happen has found stays.
+    They depend on the prompt alone, so the results of an abandoned step stay valid.
     """
 
     most: int
     found: list[TokenLogprobs | None]
     known: int = 0
-    """Positions whose logits were seen."""
+    """Number of positions with logits that were scored."""
 
     def is_due(self, context: TextContext) -> bool:
-        """Whether the next chunk begins in the prompt."""
+        """Whether the next chunk starts in the prompt, before its last token."""
         return context.processed_length < len(self.found) - 1
 
     def span(self, context: TextContext) -> range:
-        """Positions of the active tokens that get logits: each is about the token behind it."""
+        """Positions of active tokens that need logits: those at i score the token at i + 1."""
         processed = context.processed_length
         start = max(processed, self.known)
         end = min(processed + context.active_length, len(self.found) - 1)
@@ -58,7 +59,7 @@ class PromptScores:
 def score(
     logits_RV: npt.NDArray[np.float32], asked: Sequence[tuple[int, int, int]]
 ) -> list[TokenLogprobs]:
-    """Of each (row of `logits [rows, vocab]`, token, how many of the likeliest tokens)."""
+    """Log-probabilities for each `(row of logits, token id, number of top tokens)` in `asked`."""
     dense_RV = np.ascontiguousarray(logits_RV, np.float32)
     results = []
     for (_, _, most), entries in zip(asked, native.logprobs(dense_RV, asked), strict=True):

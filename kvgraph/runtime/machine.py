@@ -1,4 +1,4 @@
-"""Whether this machine can run what an artifact was compiled for, and on how many threads."""
+"""Checks that this machine can run an artifact, and chooses the number of threads."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ CGROUPS, OWN_CGROUPS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 
 
 def require_machine(target: str, where: str) -> None:
-    """ArtifactError, with both values, unless a session of this machine can run `target`."""
+    """Raise ArtifactError, with both values, unless this machine can run `target`."""
     try:
         parsed = Target.parse(target)
     except UnsupportedError as error:
@@ -30,7 +30,7 @@ def require_machine(target: str, where: str) -> None:
 
 
 def runnable(archs: Sequence[str], ordinal: int = 0) -> list[str]:
-    """Those whose code GPU `ordinal` may run, the nearest to it first. DeviceError: no GPU."""
+    """The `archs` that GPU `ordinal` can run, best match first. DeviceError: no GPU."""
     driver = launcher()
     major, minor = driver.compute_capability(ordinal)
     found = [arch for arch in archs if _runs(arch, ordinal)]
@@ -38,28 +38,28 @@ def runnable(archs: Sequence[str], ordinal: int = 0) -> list[str]:
 
 
 def require_threads(asked: int | None) -> None:
-    """RequestError for more threads than processors that this process may run on."""
+    """Raise RequestError for more threads than processors that this process may run on."""
     most = len(processors())
     if asked is not None and not 0 <= asked <= most:
         raise RequestError(f"num_threads: expected 1 to {most} from this machine, got {asked}")
 
 
 def default_threads(topology: Path = TOPOLOGY) -> int:
-    """One for each physical core that this process may run on, within its share of time.
+    """Number of physical cores that this process may run on, bounded by its CPU quota.
 
-    Two threads of a core share its vector units, and one that has to wait holds up all others.
-    A processor that says nothing about its core counts as one.
+    Two threads on a core share its vector units, and one that waits delays all others. A processor
+    without topology information counts as one core.
     """
     cores = {_core(topology / f"cpu{number}", number) for number in processors()}
     return min(len(cores), quota_threads() or len(cores))
 
 
 def quota_threads(cgroups: Path = CGROUPS, own: Path = OWN_CGROUPS) -> int | None:
-    """Processors whose time the process's control groups grant it, rounded up (a container's
-    `--cpus`); None: no bound, or one above the processors that it may run on.
+    """Processors' worth of CPU time that the control groups grant the process, rounded up (a
+    container's `--cpus`). None: no bound, or one above the processors that it may run on.
 
-    Of cgroup v2, `cpu.max`; of v1, `cpu.cfs_quota_us` (Linux, admin-guide/cgroup-v2 and
-    scheduler/sched-bwc).
+    Read from `cpu.max` (cgroup v2) or `cpu.cfs_quota_us` (v1): Linux, admin-guide/cgroup-v2 and
+    scheduler/sched-bwc.
     """
     found: list[float] = []
     with suppress(OSError, ValueError):
@@ -76,7 +76,7 @@ def quota_threads(cgroups: Path = CGROUPS, own: Path = OWN_CGROUPS) -> int | Non
 
 
 def _granted(group: Path) -> Iterator[float]:
-    """Processors, if the group has a bound."""
+    """Yield the group's quota in processors, if it has one."""
     with suppress(OSError, ValueError):
         quota, period = (group / "cpu.max").read_text().split()
         if quota != "max":
@@ -107,7 +107,7 @@ def _require_gpu(archs: Sequence[str], target: str, where: str) -> None:
 
 
 def _reason(error: KVGraphError) -> str:
-    """What a sentence about a missing driver ends with; the whole of another one."""
+    """The reason in parentheses of an error about a missing driver; else the whole message."""
     _, has_reason, reason = str(error).partition(", got none (")
     return reason.removesuffix(")") if has_reason else str(error)
 
@@ -121,7 +121,7 @@ def _runs(arch: str, ordinal: int) -> bool:
 
 
 def _why(archs: Sequence[str]) -> str:
-    """What the driver says of the newest: an old driver is another matter than another GPU."""
+    """The driver's error for the newest architecture: it tells an old driver from another GPU."""
     try:
         launcher().check_arch(code_of(max(archs, key=_number)))
     except DeviceError as error:
@@ -130,7 +130,7 @@ def _why(archs: Sequence[str]) -> str:
 
 
 def _remedy() -> str:
-    """A target whose code this machine's GPU and driver run, where there is one."""
+    """A hint of a target that this machine's GPU and driver can run; empty if there is none."""
     found = runnable(CUDA_ARCHS)
     return f"; compile with --target cuda:{found[0]}" if found else ""
 

@@ -15,29 +15,29 @@ from kvgraph.runtime.arguments import instance, sequence
 Message: TypeAlias = dict[str, object]
 
 REASONING = ("reasoning_content", "thinking", "reasoning")
-"""Names of a message's reasoning; the first that is given counts. Templates read the first two. As
-in transformers."""
+"""Names of a message's reasoning; the first that is given counts. Templates read the first two, as
+transformers provides them."""
 
 DEVELOPER = "developer"
-"""OpenAI's newer role for what others call system. Many templates drop messages of it."""
+"""OpenAI's newer name of the role system. Many templates drop messages of this role."""
 
 NAMES_DEVELOPER = re.compile(rf"""['"]{DEVELOPER}['"]""")
-"""In a template that has the role."""
+"""Matches a template that names the role developer."""
 
 MARK = "<kvgraph:the-answer-goes-on-here> "
-"""Behind a message that is continued. The space at its end is lost where a template trims."""
+"""Mark after a message that is continued. A template that trims removes the space at its end."""
 
 ASKS_FOR_NONE = re.compile(
     r"""\bcontent(?:['"][\])])?\s*(?:is\s+(?:not\s+)?none|[=!]=\s*[nN]one)\b"""
 )
-"""In a template that tells a call of tools by its content."""
+"""Matches a template that detects tool calls by a content of None."""
 
 
 def plain_messages(messages: Iterable[Mapping[str, Any]]) -> list[Message]:
-    """Copies of the messages, of plain JSON values, as templates take them.
+    """Copies of the messages as plain JSON values, in the form that templates take.
 
-    Fields that are None and an empty list of tool calls are left out, reasoning is there under the
-    names that templates read, and arguments of tool calls are objects: templates write them as
+    Fields that are None and empty lists of tool calls are dropped. Reasoning is stored under the
+    names that templates read. Arguments of tool calls become objects, which templates write as
     JSON.
     """
     listed = sequence("messages", "message", messages)
@@ -47,13 +47,13 @@ def plain_messages(messages: Iterable[Mapping[str, Any]]) -> list[Message]:
 
 
 def plain_tools(tools: Iterable[Mapping[str, Any]]) -> list[dict[str, object]]:
-    """Copies of JSON schemas of functions, of plain JSON values."""
+    """Copies of functions' JSON schemas as plain JSON values."""
     listed = sequence("tools", "tool", tools)
     return [plain_object(f"tools[{at}]", tool) for at, tool in enumerate(listed)]
 
 
 def plain_object(name: str, value: Mapping[str, Any]) -> dict[str, object]:
-    """A copy of a mapping, of plain JSON values: a template reaches no method of a caller's."""
+    """A copy of a mapping as plain JSON values, so that templates reach no object of the caller."""
     instance(name, value, Mapping, "names and values")
     for key in value:
         instance(f"{name}: names", key, str, "text")
@@ -65,7 +65,7 @@ def plain_object(name: str, value: Mapping[str, Any]) -> dict[str, object]:
 
 
 def with_mark(messages: list[Message]) -> list[Message]:
-    """The messages, with a mark behind the text of the last one, which an answer continues."""
+    """The messages, with a mark after the text of the last one, which the answer continues."""
     *others, last = messages
     content: object = _last_text(messages) + MARK
     if isinstance(parts := last.get("content"), list):
@@ -74,8 +74,9 @@ def with_mark(messages: list[Message]) -> list[Message]:
 
 
 def up_to_mark(text: str, messages: list[Message]) -> str:
-    """A chat's text up to the end of its last message, as it was before `with_mark`. RequestError
-    where its template does not show all of that message. As in transformers."""
+    """The rendered text up to the end of the last message, without the mark of `with_mark`.
+
+    RequestError if the template does not show all of that message. As in transformers."""
     shown, found, rest = text.rpartition(MARK.strip())
     if not found or _last_text(messages).strip() not in shown:
         raise RequestError(
@@ -87,7 +88,7 @@ def up_to_mark(text: str, messages: list[Message]) -> str:
 
 
 def _last_text(messages: list[Message]) -> str:
-    """The text that the last message ends with."""
+    """The text at the end of the last message; of its last part if it has parts."""
     content = messages[-1].get("content")
     if isinstance(content, list) and content:
         content = content[-1].get("text")
@@ -99,7 +100,7 @@ def _last_text(messages: list[Message]) -> str:
 
 
 def with_content(messages: list[Message], content: str | None) -> list[Message]:
-    """The messages, of which those without a content (tool calls alone) have this one."""
+    """The messages, with `content` set in those without one (tool calls alone)."""
     return [
         message if message.get("content") is not None else {**message, "content": content}
         for message in messages
@@ -107,7 +108,7 @@ def with_content(messages: list[Message], content: str | None) -> list[Message]:
 
 
 def as_parts(messages: list[Message]) -> list[Message]:
-    """The messages with a list of one part for each text, for templates that take lists alone."""
+    """The messages with each text as a list of one part, for templates that take only lists."""
     return [
         message | {"content": [{"type": "text", "text": content}]}
         if isinstance(content := message.get("content"), str)
@@ -117,7 +118,7 @@ def as_parts(messages: list[Message]) -> list[Message]:
 
 
 def joined_text(messages: list[Message]) -> list[Message]:
-    """The messages with their parts joined, a line for each, for templates that take text alone."""
+    """The messages with their text parts joined by newlines, for templates that take only text."""
     return [
         message | {"content": "\n".join(part["text"] for part in content)}
         if isinstance(content := message.get("content"), list)
@@ -127,7 +128,7 @@ def joined_text(messages: list[Message]) -> list[Message]:
 
 
 def developers_as_system(messages: list[Message]) -> list[Message]:
-    """The messages for a template that has no role developer."""
+    """The messages with role system for developer, for templates without role developer."""
     return [
         message | {"role": "system"} if message["role"] == DEVELOPER else message
         for message in messages
@@ -165,8 +166,8 @@ def _require_text(where: str, part: object) -> None:
 
 
 def _read_arguments(where: str, calls: object) -> None:
-    """Arguments that are JSON text, as OpenAI's are, become the object in it. Other text stays what
-    it is: a call may have been cut."""
+    """Replace arguments that are JSON text, as OpenAI's are, by their object, in place. Other text
+    stays: the call may have been cut off."""
     instance(where, calls, list, "a list of tool calls")
     for at, call in enumerate(cast(list[object], calls)):
         function = call.get("function") if isinstance(call, dict) else None

@@ -1,12 +1,12 @@
-"""What a step gives before any request has it: tokens, their text and log-probabilities.
+"""Turns a step's logits into tokens, their text and log-probabilities; changes no request yet.
 
 Tokens are drawn by the kernel `kvgraph.ops.native.sample`.
 
-Decision: a kernel, not NumPy. 64 rows of 32,000 logits like a trained model's, of a step of 40 ms
-and less: 205 ms with every row sorted; 2 to 5 by the likeliest tokens of each alone, 1.1 to 1.6
-with a kernel to find these; all of it in the kernel, 0.22 (top-k) to 0.39 (top-p, temperature), and
-0.15 greedy. One greedy row is NumPy's: a call of the kernel is 50 us more there, for a step sweeps
-the caches of what it needs, and 1 % of a step of 5 ms.
+Decision: a kernel, not NumPy. Times for 64 rows of 32,000 logits like a trained model's, in steps
+of at most 40 ms: 205 ms if every row is sorted; 2 to 5 ms if only each row's likeliest tokens are;
+1.1 to 1.6 ms if a kernel finds these; all in the kernel, 0.22 ms (top-k) to 0.39 ms (top-p,
+temperature), and 0.15 ms greedy. NumPy takes a single greedy row: a kernel call is 50 us slower
+there, 1 % of a step of 5 ms, because a step evicts the kernel's code and data from the CPU caches.
 """
 
 from __future__ import annotations
@@ -32,10 +32,11 @@ NOTHING_FORCED: Mapping[str, Sequence[int]] = {}
 
 
 class Outcome(NamedTuple):
-    """A step's result before any request has it, for each sampled row of `batch`.
+    """The result of a step before it is given to requests, for each sampled row of `batch`.
 
-    `tokens`: None of a row that failed; `lengths`: of the rows before it; `generated`: what callers
-    get; `forced`: by request, the tokens behind its own that its grammar forces.
+    `tokens`: None for a row that failed. `lengths`: of the rows' contexts before the step.
+    `generated`: tokens for the callers. `forced`: by request id, tokens that its grammar forces
+    after its drawn token.
     """
 
     batch: Batch
@@ -47,10 +48,10 @@ class Outcome(NamedTuple):
 
 
 def outcome_of(batch: Batch, logits_RV: Logits) -> Outcome:
-    """Sample, and decode where rows have text; the logits' first rows are those of `batch.sampled`,
-    the next ones those of `batch.scored`.
+    """Sample tokens and decode their text. The first rows of the logits belong to `batch.sampled`,
+    the next ones to `batch.scored`.
 
-    Each row's source and text have gone on by a token: `rewind_output` undoes that.
+    This advances each row's random source and text by a token: `rewind_output` undoes that.
     """
     rows = batch.sampled
     if guides := [row.guide for row in rows if row.guide is not None]:
@@ -71,16 +72,16 @@ def outcome_of(batch: Batch, logits_RV: Logits) -> Outcome:
 
 
 def sample(logits_RV: Logits, sources: Sequence[TokenSource]) -> list[int | None]:
-    """One token for each row of `logits [rows, vocab]`; the logits are not changed, and not copied
-    where they are dense float32.
+    """Draw one token for each row of `logits [rows, vocab]`. The logits are not changed, and not
+    copied if they are contiguous float32.
 
-    A sampled row's token is the inverse transform of its one random number over the tokens that
-    min-p, top-k and top-p keep, likeliest first, of equal ones the lowest id first. A NaN counts as
-    -Inf. None for a row whose logits, as edited, are all -Inf.
+    A sampled row's token is the inverse transform of one random number over the tokens that min-p,
+    top-k and top-p keep, in order of probability, then of id. A NaN counts as -Inf. None for a row
+    if all its logits, after edits, are -Inf.
     """
     if len(sources) == 1 and sources[0].params.temperature == 0 and not sources[0].edits:
         token = int(logits_RV[0].argmax())
-        if logits_RV[0, token] > -math.inf:  # else the first NaN of them, or of nothing but -Inf
+        if logits_RV[0, token] > -math.inf:  # false if argmax found NaN, or all are -Inf
             return [token]
     vocab = logits_RV.shape[1]
     draws = []
@@ -98,7 +99,7 @@ def tokens_with_text(
     tokens: Sequence[int | None],
     ahead: dict[str, list[Token]],
 ) -> list[Token]:
-    """Each row's token with the text that it completes; those that it forces get `ahead`."""
+    """Each row's token with the text that it completes. Tokens that it forces go to `ahead`."""
     generated = []
     for row, token in zip(rows, tokens, strict=True):
         if token is None:
@@ -114,7 +115,7 @@ def tokens_with_text(
 
 
 def _run(row: Request, guide: Guide, token: int) -> list[Token]:
-    """A drawn token and those that it forces, up to the one that ends the request."""
+    """A drawn token and the tokens that it forces, up to one that ends the request."""
     if row.reason_after(token) == "stop":
         return [_with_text(row, token)]
     forced, is_complete = guide.advance(token)
@@ -127,9 +128,9 @@ def _run(row: Request, guide: Guide, token: int) -> list[Token]:
 
 
 def _with_text(row: Request, token: int, behind: int = 0, *, is_last: bool = False) -> Token:
-    """A token, `behind` so many of the same step, with the text that it completes.
+    """A token with the text that it completes. `behind`: number of tokens of this step before it.
 
-    `is_last`: nothing can follow it, so the request ends, and its text counts.
+    `is_last`: no token can follow, so the request ends; the token's text still counts.
     """
     reason, stream, text, held = row.reason_after(token, behind), row.text, "", ""
     is_text = reason != "stop"
@@ -165,9 +166,9 @@ def _with_text(row: Request, token: int, behind: int = 0, *, is_last: bool = Fal
 
 
 def jump(outcome: Outcome, ahead: Mapping[str, Sequence[Token]]) -> Outcome:
-    """The outcome with the tokens `ahead` of those that were drawn, without logits of their own.
+    """Add the forced tokens `ahead` to the outcome. They have no logits.
 
-    Random numbers go on behind them, as behind drawn ones.
+    Random numbers are skipped for them, as if they had been drawn.
     """
     batch, tokens, reasons, lengths, generated, _ = outcome
     tokens, every = list(tokens), list[Token]()
@@ -184,7 +185,7 @@ def jump(outcome: Outcome, ahead: Mapping[str, Sequence[Token]]) -> Outcome:
 
 
 def score_prompts(batch: Batch, logits_RV: Logits) -> None:
-    """The prompts' log-probabilities whose logits are in this step; known from here on."""
+    """Store the prompts' log-probabilities from this step's logits in their requests."""
     row = len(batch.sampled)
     for request, span in batch.scored:
         scores, tokens = request.scores, request.context.tokens
@@ -198,7 +199,7 @@ def score_prompts(batch: Batch, logits_RV: Logits) -> None:
 def tokens_with_logprobs(
     rows: Sequence[Request], generated: Sequence[Token], logits_RV: Logits
 ) -> list[Token]:
-    """The tokens with what their requests ask about them; with the first one about the prompt."""
+    """Add the requested log-probabilities to the tokens, and the prompt's to the first one."""
     told = list(generated)
     at = [
         i
@@ -221,7 +222,7 @@ def _no_token(row: Request) -> str:
 
 
 def _held_text(row: Request) -> str:
-    """What its stop strings hold back of the text so far; nothing of one that cannot be made."""
+    """Text that the row's stop strings hold back; empty if it cannot be decoded."""
     stream = row.text
     if stream is None or stream.stops is None:
         return ""

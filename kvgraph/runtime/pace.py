@@ -1,6 +1,6 @@
-"""How many tokens of prompts a step may carry, from what the steps before it took.
+"""Bounds the prompt tokens of a step, from the measured times of earlier steps.
 
-The scheduler asks before a step, the engine tells after it. No clock is read here.
+The scheduler asks before a step, the engine reports after it. No clock is read here.
 """
 
 from __future__ import annotations
@@ -11,40 +11,40 @@ from typing import Protocol
 
 SMALLEST_CHUNK = 8
 FIRST_CHUNK = 48
-"""Tokens, before steps were measured."""
+"""Size in tokens of the first chunks, before times were measured."""
 
 WARM_UP = 2
-"""Steps that are not learned: they make what later ones find made."""
+"""First steps, not learned from: they compile and allocate what later steps reuse."""
 
 PROBE = 16
-"""Steps with prompts in a row, behind which comes one without, to be measured."""
+"""Most steps in a row that decode and carry prompts; the next carries none, to be measured."""
 
 LEARNING_RATE = 0.2
 ROWS = 16.0
-"""Rows that weigh in learning as much as what all of a step shares."""
+"""Scale of the row count in learning: this many rows weigh as much as the fixed time."""
 
 MANY = 1024
-"""Tokens of a prompt that take at least as long as a step: where one cost nothing, it may then."""
+"""Prompt tokens assumed to take at least one fastest step, so that a time of 0 can grow again."""
 
 FORGETTING = 0.9
-"""Of the largest chunk, with each later one."""
+"""Factor by which each later chunk reduces the remembered largest chunk."""
 
 
 class Pace(Protocol):
-    """What the scheduler asks, and what a step's end tells."""
+    """Policy that bounds prompt tokens: the scheduler queries it, the end of a step informs it."""
 
     def learn(self, rows: int, tokens: int, seconds: float) -> None:
-        """A step in which `rows` decoded and that carried `tokens` of prompts took `seconds`."""
+        """Learn that a step of `rows` decode rows and `tokens` prompt tokens took `seconds`."""
 
     def prompt_tokens(self, rows: int, waiting: int) -> int | None:
-        """Tokens of prompts for a step in which `rows` decode, while `waiting` prompts wait or are
-        begun; None: no bound, as where no row decodes."""
+        """Most prompt tokens of a step with `rows` decode rows. `waiting`: prompts that wait or are
+        partly processed. None: no bound, as if no row decodes."""
 
 
 @dataclass(frozen=True, slots=True)
 class FixedPace:
-    """The same number of tokens in every step, unless more prompts wait than rows decode: a burst
-    begins together."""
+    """The same bound in every step; none while more prompts wait than rows decode, so that a burst
+    starts together."""
 
     most: int
 
@@ -56,14 +56,14 @@ class FixedPace:
 
 
 class StepPace:
-    """Prompts take as much time of a step as the rows that decode, and more by as many as wait for
-    each of those: a step takes about twice its time without prompts, and a burst begins together.
+    """Gives prompts the time `decode * (rows + waiting) / rows`, with the decode time of the step.
 
-    The seconds of a step without prompts, `fixed + row * rows`, are learned by normalised least
-    mean squares (Haykin, Adaptive Filter Theory, chapter 7); those of a token of a prompt are a
-    moving average of what steps with prompts take in addition. Both at most double with a step, so
-    that a pause of the machine is soon forgotten, and so do chunks, so that one that costs more
-    than was learned is not long.
+    So one waiting prompt among many rows gets about as much time as the decode rows, and a burst
+    starts together. The seconds of a step without prompts, `fixed + row * rows`, are learned by
+    normalised least mean squares (Haykin, Adaptive Filter Theory, chapter 7). The seconds per
+    prompt token are a moving average of the extra time of steps with prompts. A step at most
+    doubles either, so that a pause of the machine is soon forgotten. Chunks at most double too, so
+    that a chunk that costs more than was learned stays short.
     """
 
     def __init__(self) -> None:
@@ -106,7 +106,7 @@ class StepPace:
         expected, scaled = self._decode_seconds(rows), rows / ROWS
         error = LEARNING_RATE * min(seconds - expected, expected) / (1 + scaled * scaled)
         fixed, row = self._fixed + error, self._row + error * scaled / ROWS
-        # What one part cannot take, as it is no less than nothing, the other one does.
+        # Neither part may be negative: the other part takes the excess.
         self._fixed = max(0.0, fixed + min(0.0, row) * rows)
         self._row = max(0.0, row + min(0.0, fixed) / rows)
 
@@ -119,7 +119,7 @@ class StepPace:
             self._token = old + LEARNING_RATE * min(seconds - old, most)
 
     def _decode_seconds(self, rows: int) -> float:
-        """At least those of the fastest step."""
+        """Expected seconds of a step with `rows` decode rows; at least the fastest step's."""
         if not rows or self._fixed is None:
             return 0.0
         return max(self._fastest, self._fixed + self._row * rows)

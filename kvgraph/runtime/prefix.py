@@ -1,4 +1,4 @@
-"""A prefix computed ahead of time: an idle engine writes the pages of a fixed prompt to a file."""
+"""Computes a prefix ahead of time: an idle engine writes a fixed prompt's pages to a file."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from kvgraph.runtime.turns import in_turn
 def write_prefix(engine: Engine, prompt: str | Sequence[int], path: str | Path) -> Prefix:
     """Compute `prompt` (text or token ids) on an idle engine, and write its pages to `path`.
 
-    The file appears whole, or stays as it was. RequestError: a prompt that fills no page, a cache
-    that shares no pages, or something else than an earlier prefix at `path`. GenerationError where
-    the model's logits for it are not numbers.
+    The file is replaced atomically. RequestError: a prompt shorter than a page, a cache that does
+    not share pages, or a file at `path` that is not a prefix. GenerationError if the model's
+    logits for the prompt are not numbers.
     """
     kv, path = engine.kv, Path(path)
     if not (isinstance(kv, PagedKVCacheManager) and kv.params.enable_prefix_caching):
@@ -42,7 +42,7 @@ def write_prefix(engine: Engine, prompt: str | Sequence[int], path: str | Path) 
     committed = kv.committed_pages(TextContext("prefix", tokens + done.token_ids))
     tensors: dict[str, Array] = {"tokens": np.array(tokens, np.int32)}
     records = {pools.leaf: pools.record_size for pools in kv.leaf_pools()}
-    for leaf, pages in committed.items():  # none where a window of 1 sees no page of them
+    for leaf, pages in committed.items():  # empty if a window of 1 needs no page of the prompt
         whole = np.concatenate([np.empty(0, np.uint8), *pages.values()])
         tensors[f"pages.{leaf}"] = whole.reshape(-1, records[leaf])
         tensors[f"keys.{leaf}"] = np.frombuffer(b"".join(pages), np.uint8).reshape(-1, KEY_BYTES)

@@ -1,13 +1,13 @@
 """Precomputed prefixes: the pages of a fixed prompt in a file, checked like an artifact.
 
-A `.kvp` is a safetensors file. Per leaf (by path, "" for a single cache):
+A `.kvp` is a safetensors file. For each leaf (by path, "" for a single cache):
 
-    pages.<leaf>  uint8 [n, record]  of each page the bytes that tiers exchange
-    keys.<leaf>   uint8 [n, 32]      their keys in the tiers
-    tokens        int32 [tokens]     the prompt; what fills no page is computed again
+    pages.<leaf>  uint8 [n, record]  bytes of each page, as tiers exchange them
+    keys.<leaf>   uint8 [n, 32]      keys of the pages in the tiers
+    tokens        int32 [tokens]     the prompt; tokens after its last full page are recomputed
 
-and metadata: format, identity and architecture of the artifact, fingerprint (model and layout),
-and the SHA-256 of everything else. Bound to an engine it is a tier that is only read.
+Metadata: format, identity and architecture of the artifact, fingerprint (model and layout), and the
+SHA-256 of everything else. An engine uses the file as a read-only tier.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Tensors = Mapping[str, Array]
 
 @dataclass(frozen=True, eq=False)
 class Prefix:
-    """A verified `.kvp`: its token ids, and pages by their keys."""
+    """A verified `.kvp` file: token ids of the prompt, and pages by key."""
 
     path: Path
     metadata: Mapping[str, str]
@@ -47,7 +47,7 @@ class Prefix:
 
 
 def save_prefix(path: Path, metadata: Mapping[str, str], tensors: Tensors) -> Prefix:
-    """Write a file that appears whole; `metadata` are FIELDS, to which the digest is added."""
+    """Write a prefix file atomically. `metadata`: FIELDS; the digest is added."""
     from safetensors.numpy import save
 
     metadata = {**metadata, "sha256": _digest(metadata, tensors)}
@@ -57,7 +57,7 @@ def save_prefix(path: Path, metadata: Mapping[str, str], tensors: Tensors) -> Pr
 
 
 def read_prefix(path: str | Path) -> Prefix:
-    """Read and verify a file of `save_prefix`; ArtifactError where it is damaged or is none."""
+    """Read and verify a file of `save_prefix`; ArtifactError if it is damaged or another file."""
     path = Path(path)
     metadata, tensors = _read(path)
     if metadata.get("format") != FORMAT:
@@ -79,7 +79,7 @@ def _read(path: Path) -> tuple[dict[str, str], Tensors]:
 
     try:
         with reading(path, ArtifactError):
-            open_regular(path).close()  # a pipe would be waited for
+            open_regular(path).close()  # rejects a pipe, which would block
         with safe_open(path, framework="numpy") as file:
             metadata = dict(file.metadata() or {})
             return metadata, {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
@@ -88,14 +88,15 @@ def _read(path: Path) -> tuple[dict[str, str], Tensors]:
     except FileNotFoundError as error:
         raise ArtifactError(f"{path}: expected a prefix of kvgraph prefill, got no file") from error
     except (SafetensorError, OSError, TypeError, AttributeError, ValueError) as error:
-        # A dtype that NumPy lacks; a NUL in the path.
+        # TypeError, AttributeError: a dtype that NumPy lacks. ValueError: a NUL in the path.
         raise ArtifactError(
             f"{path}: expected a prefix of kvgraph prefill, got a damaged file ({error})"
         ) from error
 
 
 def _require_parts(path: Path, tensors: Tensors) -> None:
-    """ArtifactError unless there are tokens, and all pages have their keys."""
+    """Raise ArtifactError unless the tensors are the prompt's tokens, and each leaf's keys and
+    pages."""
     leaves = [name.removeprefix("keys.") for name in tensors if name.startswith("keys.")]
     expected: dict[str, tuple[str, tuple[int | None, ...]]] = {"tokens": ("int32", (None,))}
     for leaf in leaves:
@@ -124,7 +125,7 @@ def _said(part: tuple[str, tuple[int | None, ...]] | None) -> str:
 
 
 def is_prefix(path: Path) -> bool:
-    """Whether a file is one of `save_prefix`, of any version."""
+    """Whether a file was written by `save_prefix`, of any version."""
     try:
         return _read(path)[0].get("format", "").startswith("kvgraph-prefix-")
     except ArtifactError:
@@ -132,7 +133,7 @@ def is_prefix(path: Path) -> bool:
 
 
 class PrefixStore:
-    """A prefix as a page store that is only read. ArtifactError where it is of another artifact."""
+    """A prefix as a read-only page store. ArtifactError if it belongs to another artifact."""
 
     name = "prefix"
 
@@ -163,20 +164,20 @@ class PrefixStore:
         return False
 
     def touch(self, keys: Sequence[bytes]) -> None:
-        """Pages of a prefix never leave."""
+        """Do nothing: pages of a prefix are never evicted."""
 
     def flush(self) -> None:
-        """Nothing is written."""
+        """Do nothing: nothing is written."""
 
     def clear(self) -> None:
-        """A prefix was bound on purpose: it stays."""
+        """Do nothing: the user configured the prefix, so it stays."""
 
     def stats(self) -> StoreStats:
         count = len(self._prefix.pages)
         return StoreStats(count, count, self._prefix.nbytes, read=self._read)
 
     def close(self) -> None:
-        """The file is closed already."""
+        """Do nothing: the file is already closed."""
 
 
 def _prefix(path: Path, metadata: Mapping[str, str], tensors: Tensors) -> Prefix:
@@ -189,7 +190,7 @@ def _prefix(path: Path, metadata: Mapping[str, str], tensors: Tensors) -> Prefix
 
 
 def _digest(metadata: Mapping[str, str], tensors: Tensors) -> str:
-    """Of every field and tensor, with names, dtypes and shapes."""
+    """SHA-256 in hex of all FIELDS and tensors, with names, dtypes and shapes."""
     whole = sha256(json.dumps([metadata.get(name) for name in FIELDS]).encode())
     for name in sorted(tensors):
         tensor = np.ascontiguousarray(tensors[name])

@@ -1,4 +1,4 @@
-"""From what a caller passes to a request: types, and the model's limits."""
+"""Builds requests from a caller's arguments, checking types and the model's limits."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from kvgraph.runtime.text import TextCodec
 
 @dataclass(slots=True)
 class RequestBuilder:
-    """Makes the requests of one model, which `scheduler` has room for.
+    """Builds requests for one model, checked to fit `scheduler`.
 
-    RequestErrors name the argument or the request; nothing is changed.
+    RequestError names the argument or the request; nothing is changed.
     """
 
     model: ModelInfo
@@ -42,10 +42,10 @@ class RequestBuilder:
         sampling: SamplingParams | None,
         cache_salt: bytes = b"",
     ) -> Request:
-        """A request of text or token ids; None samples as the defaults do."""
+        """Build a request for a text or token ids. `sampling` None: the default parameters."""
         sampling = SamplingParams() if sampling is None else sampling
         require_single(sampling)
-        # An empty text is empty even where the tokenizer puts a token of its own in front.
+        # Empty text stays empty: the tokenizer could add a special token, which is no prompt.
         is_text = isinstance(prompt, str) and prompt != ""
         tokens = self.text.tokenize(cast(str, prompt)) if is_text else token_ids(prompt)
         self._check(request_id, tokens)
@@ -54,7 +54,7 @@ class RequestBuilder:
         if not sampling.ignore_eos:
             stops |= set(self.model.eos_token_ids)
         scores = self._scores(request_id, sampling.prompt_logprobs, len(tokens))
-        # All logits of its prompt are asked for: none of it may come from the cache.
+        # Prompt scores need the logits of the whole prompt, so no page may come from the cache.
         is_private = scores is not None
         context = TextContext(request_id, tokens, cache_salt=cache_salt, is_private=is_private)
         ends = [token for token in stops if token < self.model.vocab_size]
@@ -81,7 +81,7 @@ class RequestBuilder:
         prompts: Sequence[str | Sequence[int]],
         sampling: SamplingParams | Sequence[SamplingParams] | None,
     ) -> list[Request]:
-        """Of each prompt `n`; of several, RequestError names the index of one that cannot be."""
+        """Build `n` requests for each prompt. RequestError names the index of a bad prompt."""
         listed = sequence("prompts", "text", prompts)
         requests = []
         each = one_for_each("sampling", sampling, len(listed))
@@ -100,7 +100,7 @@ class RequestBuilder:
         prompt: str | Sequence[int],
         sampling: SamplingParams | None,
     ) -> list[Request]:
-        """`n` requests of one prompt. The first asks about the prompt, for all of them."""
+        """Build `n` requests of one prompt. Only the first asks for prompt log-probabilities."""
         if not isinstance(sampling, SamplingParams) or sampling.n == 1:
             return [self.request(new_id(), prompt, sampling)]
         first, *others = sampling.each()
@@ -148,7 +148,7 @@ class RequestBuilder:
 
 
 def stops_of(sampling: SamplingParams) -> StopStrings | None:
-    """None where no text ends a request."""
+    """The stop strings of a request; None if it has none."""
     if not sampling.stop:
         return None
     includes, least = sampling.include_stop_str_in_output, sampling.min_new_tokens

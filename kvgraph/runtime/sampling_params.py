@@ -1,4 +1,4 @@
-"""How a caller asks for tokens to be chosen; all of it is checked here."""
+"""SamplingParams: how a request's tokens are chosen. All fields are checked here."""
 
 from __future__ import annotations
 
@@ -42,14 +42,15 @@ NUMBERS: dict[str, tuple[Callable[[float], bool], str]] = {
     "presence_penalty": (lambda x: -2 <= x <= 2, "in [-2, 2]"),
     "frequency_penalty": (lambda x: -2 <= x <= 2, "in [-2, 2]"),
 }
-"""Field of SamplingParams -> whether a number fits, and what is expected."""
+"""Range of each numeric field of SamplingParams: a check, and its description for errors."""
 
 
 class ByEitherName(type):
-    """Of dataclasses whose constructor takes ALIASES too.
+    """Metaclass of dataclasses whose constructor takes ALIASES too.
 
-    The aliases are no fields, since `dataclasses.replace` would hand back what it reads of them.
-    It gives every field by name: of these and an alias, the alias is what its caller asks for.
+    The aliases are not fields, since `dataclasses.replace` would pass back the old values that it
+    reads from them. `replace` passes every field by name; if a call gives all fields and an alias,
+    the alias wins.
     """
 
     if not TYPE_CHECKING:  # checkers read the fields
@@ -72,7 +73,7 @@ class ByEitherName(type):
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams(metaclass=ByEitherName):
-    """How one request's tokens are chosen, and when it ends.
+    """Parameters that decide how one request's tokens are chosen, and when it ends.
 
     `temperature` 0 is greedy (`min_p`, `top_k`, `top_p`, `seed` then have no effect). `min_p` keeps
     the tokens of at least that share of the likeliest one's probability; `top_k` 0 keeps all;
@@ -81,18 +82,18 @@ class SamplingParams(metaclass=ByEitherName):
     (but for bfloat16 weights on AMX, and for linear layers that are not packed).
 
     Generation stops after `max_new_tokens`, at a token of `stop_token_ids` (at most 1024), at the
-    model's own end tokens unless `ignore_eos`, or with a string of `stop` (one, or at most 16, of
-    4096 characters together): the text ends before it, or behind it with
-    `include_stop_str_in_output`; text that may become a stop string is held back. The first one
-    that is complete counts. None of these tokens comes before `min_new_tokens` others, and no stop
-    string counts in fewer tokens.
-    `max_tokens` and `min_tokens` are other names for the two limits, of which a call gives one;
-    `dataclasses.replace` takes either name too, and the alias where it is given both.
+    model's own end tokens unless `ignore_eos`, or at a string of `stop` (one, or at most 16, with
+    at most 4096 characters together). The text ends before that string, or after it with
+    `include_stop_str_in_output`; text that may become a stop string is held back. The stop string
+    that is complete first counts. No stop or end token comes before `min_new_tokens` other tokens,
+    and no stop string counts before `min_new_tokens` tokens.
+    `max_tokens` and `min_tokens` are aliases of the two limits; a call gives one of the names.
+    `dataclasses.replace` takes either name too, and the alias if both are given.
 
     `logit_bias` (token id -> number in [-100, 100], at most 1024) is added to the logits.
     `repetition_penalty` divides the logits above 0 of tokens of prompt and output, and multiplies
-    the others. `frequency_penalty` is taken off a token's logit as often as the output has it,
-    `presence_penalty` once. The order is vLLM's: tokens that may not come, bias, penalties;
+    the others. `frequency_penalty` is subtracted from a token's logit once per occurrence in the
+    output, `presence_penalty` once in all. The order is vLLM's: banned tokens, bias, penalties;
     temperature, min-p, top-k, top-p.
 
     `logprobs` asks for the log-probability and rank of each token, and for that many of the
@@ -101,14 +102,14 @@ class SamplingParams(metaclass=ByEitherName):
     its whole prompt, in chunks of at most 128 tokens; it takes no pages of the prefix cache, and
     leaves none there.
 
-    `n` (1 to 128): completions of each prompt that `Engine.generate` gives, which share the pages
-    of the prompt. With a `seed`, number i has seed + i.
+    `n` (1 to 128): completions of each prompt that `Engine.generate` returns; they share the pages
+    of the prompt. With a `seed`, completion i has seed + i.
 
     `guided_json` (a JSON schema, as a dict or text; True or {} for any object), `guided_regex` or
-    `guided_grammar` (Lark or GBNF) say what the text looks like; at most one of them. JSON has no
-    free whitespace. The request ends with "stop" as soon as nothing can follow; before that, end
-    tokens come exactly where the text is complete. A text cut by `max_new_tokens` or a stop string
-    is not complete. Where only an end is possible, it comes before `min_new_tokens` others.
+    `guided_grammar` (Lark or GBNF) constrain the text; at most one is given. JSON has no free
+    whitespace. The request ends with "stop" as soon as nothing can follow; before that, end tokens
+    are allowed exactly where the text is complete. A text cut by `max_new_tokens` or a stop string
+    is incomplete. If only an end is possible, it comes even before `min_new_tokens` other tokens.
 
     RequestError names a field of another type, or out of its range; TypeError an unknown one.
     """
@@ -175,26 +176,26 @@ class SamplingParams(metaclass=ByEitherName):
             )
 
     def each(self) -> list[SamplingParams]:
-        """Of each of the `n` completions of a prompt: number i has seed + i."""
+        """One SamplingParams per completion; completion i gets seed + i."""
         one = self._with(n=1)
         if self.seed is None:
             return [one] * self.n
         return [one._with(seed=self.seed + i) for i in range(self.n)]
 
     def _with(self, **given: object) -> SamplingParams:
-        """A copy with fields that fit: the others are not checked again, a grammar least of all."""
+        """A copy with valid fields `given`; no field is checked again, as grammars take long."""
         made = copy(self)
         for name, value in given.items():
             object.__setattr__(made, name, value)
         return made
 
     def _within(self, room: int) -> SamplingParams:
-        """With at most `room` new tokens; itself where there is no room at all."""
+        """A copy with at most `room` new tokens; `self` if `room` is 0 or less."""
         return self._with(max_new_tokens=room) if 0 < room < self.max_new_tokens else self
 
     @property
     def grammar(self) -> Grammar | None:
-        """What the text must look like."""
+        """The grammar that the text must match, if one of the `guided_` fields is given."""
         for kind in KINDS:
             if (text := getattr(self, kind)) is not None:
                 return Grammar(kind, text)
@@ -202,7 +203,7 @@ class SamplingParams(metaclass=ByEitherName):
 
 
 def require_single(sampling: SamplingParams) -> None:
-    """RequestError unless these are SamplingParams of one completion."""
+    """Raise RequestError unless `sampling` is SamplingParams of one completion."""
     instance("sampling", sampling, SamplingParams, "SamplingParams")
     if sampling.n > 1:
         raise RequestError(

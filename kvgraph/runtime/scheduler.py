@@ -1,4 +1,4 @@
-"""Which tokens run in the next step: admission by pages, chunks by budget, preemption when dry.
+"""Chooses the tokens of the next step: admission by pages, chunks by budget, preemption.
 
     enqueue -> waiting (first come, first served) ---------> running (oldest first) -> retired
                    ^   '-> loading (pages come from a tier) ---^ |
@@ -8,8 +8,8 @@ Running requests go before waiting ones, and only the head of the queue may be a
 request starves. A step that preempts admits none.
 
 A waiting request is held back while a row of this step computes the first page that it lacks: in
-the next step it finds that page in the prefix cache. Those behind it may be admitted meanwhile. It
-is held only while another row comes closer to its own end, so this ends.
+the next step it finds that page in the prefix cache. Later requests may be admitted meanwhile. It
+is held only while another row progresses towards its end, so the wait is finite.
 """
 
 from __future__ import annotations
@@ -37,28 +37,28 @@ from kvgraph.runtime.stats import RequestStats
 from kvgraph.runtime.text import TextStream
 
 LOOK_AHEAD = 8
-"""Waiting requests that the tiers are asked about before they come to the head of the queue."""
+"""Waiting requests whose pages the tiers look up before they reach the head of the queue."""
 
 _ARRIVAL = attrgetter("arrival")
 
 
 @dataclass(eq=False, slots=True)
 class Request:
-    """One prompt on its way: its cache context, its sampling state, and when it ends."""
+    """An open request: its cache context, its sampling state, and its stop conditions."""
 
     context: TextContext
     source: TokenSource
     stop_tokens: frozenset[int]
     max_length: int
-    """Tokens of prompt and output together at which it ends."""
+    """Length of prompt and output in tokens at which the request ends."""
     text: TextStream | None = None
     scores: PromptScores | None = None
     guide: Guide | None = None
     index: int = 0
-    """Which of its prompt's completions it is."""
+    """Index of this completion among those of its prompt."""
     finish_reason: FinishReason | None = None
     arrival: int = 0
-    """Its place among all that were submitted."""
+    """Sequence number of its submission."""
     stats: RequestStats = field(default_factory=RequestStats)
     request_id: str = field(init=False)
     prompt_length: int = field(init=False)
@@ -68,13 +68,13 @@ class Request:
         self.prompt_length = self.stats.prompt_tokens = self.context.current_length
 
     def reason_after(self, token: int, behind: int = 0) -> FinishReason | None:
-        """Why it ends with `token` as its next one, or `behind` so many next ones, if it does."""
+        """Reason to end with `token` as the next token, or after `behind` others; None if none."""
         if token in self.stop_tokens:
             return "stop"
         return "length" if self.context.current_length + behind + 1 >= self.max_length else None
 
     def rewind_output(self) -> None:
-        """Its random numbers and its text go on behind the tokens that it has."""
+        """Reset random numbers, text and grammar to continue after the context's tokens."""
         self.source.rewind(self.context.current_length - self.prompt_length)
         if self.text is not None:
             self.text.rewind()
@@ -82,10 +82,9 @@ class Request:
             self.guide.rewind()
 
     def redo(self, token: int | None, length: int, forced: Sequence[int] = ()) -> None:
-        """Have `token` and those that it forced behind `length` tokens; an interrupted `update`
-        may have appended them.
+        """Append `token` and `forced` after `length` tokens, unless an interrupted `update` did so.
 
-        Nothing is processed then.
+        Afterwards the whole context must be processed again.
         """
         self.context.rewind()
         if token is not None and self.context.current_length == length:
@@ -97,9 +96,9 @@ class Request:
 class Batch:
     """One step: its rows, its graph inputs, and the rows whose last token gets logits.
 
-    `requests`: contexts per replica, as the cache manager takes them. `scored`: rows of whose
-    prompt the tokens at these positions get logits too, behind those of `sampled`. `pace` is told
-    how long it took since it `began`.
+    `requests`: contexts per replica, as the cache manager takes them. `scored`: rows and prompt
+    positions that get logits too, after those of `sampled`. `pace`: learns the time of the step,
+    which `began` then (`perf_counter`).
     """
 
     rows: list[Request]
@@ -116,11 +115,10 @@ class Batch:
         reasons: Sequence[FinishReason | None],
         forced: Mapping[str, Sequence[int]],
     ) -> None:
-        """All active tokens are processed; `tokens` (one per sampled row) are appended.
+        """Mark all active tokens as processed, and append `tokens`, one per sampled row.
 
-        A row without one has failed: it ends, and what this step made of it is not cached.
-        `reasons`: why each row ends, if it does; `forced` are appended behind the tokens of these
-        requests.
+        A row with None has failed: it ends, and its pages of this step are not cached. `reasons`:
+        why each row ends, or None. `forced`: by request id, tokens appended after its token.
         """
         if len(self.sampled) < len(self.rows):
             sampled = set(map(id, self.sampled))
@@ -146,9 +144,9 @@ class Batch:
 class Scheduler:
     """Owns the queues; `schedule` is the one place that claims, allocates and preempts.
 
-    `max_batch_tokens` bounds the new tokens of a step: a longer prompt is processed in chunks.
-    `scored_tokens` bounds those of prompts whose log-probabilities are asked for, `pace` those of
-    all prompts in a step in which rows decode (None: nothing does).
+    `max_batch_tokens`: most new tokens of a step; a longer prompt is processed in chunks.
+    `scored_tokens`: most tokens of a step from prompts that ask for log-probabilities. `pace`:
+    bounds all prompt tokens of a step in which rows decode; None: no bound.
     Every queue is in the order of arrival.
     """
 
@@ -164,7 +162,7 @@ class Scheduler:
     _arrivals: int = 0
 
     def require_room(self, request: Request) -> None:
-        """RequestError if the whole pool is too small for it to complete."""
+        """Raise RequestError if the whole pool is too small for the request to complete."""
         tokens = request.max_length - 1  # the last token is never cached
         self.kv.require_room(request.context.request_id, tokens, self.max_batch_tokens)
 
@@ -174,16 +172,16 @@ class Scheduler:
         self.waiting.append(request)
 
     def restart(self, requests: Collection[Request]) -> None:
-        """Start over with `requests`, in the order of arrival; the cache knows none of them."""
+        """Start over with `requests`, in order of arrival; the cache must hold none of them."""
         for request in requests:
             request.context.rewind()
         self.waiting, self.loading, self.running = deque(requests), [], []
 
     @property
     def busy(self) -> bool:
-        """Whether any request is left; where `schedule` gives None all the same, tiers are asked.
+        """Whether any request is left. If `schedule` then returns None, tiers are looking.
 
-        Then `kv.wait()` blocks until there is news.
+        In that case `kv.wait()` blocks until they may have an answer.
         """
         return bool(self.running or self.loading or self.waiting)
 
@@ -211,7 +209,7 @@ class Scheduler:
         return done
 
     def cancel(self, request_id: str) -> bool:
-        """Forget a request wherever it is; False if it is not here."""
+        """Remove a request from any queue; False if it is in none."""
         for row in self.running:
             if row.request_id == request_id:
                 self.kv.release(row.context.request_id)
@@ -229,7 +227,7 @@ class Scheduler:
         return False
 
     def _settle_loads(self) -> None:
-        """Requests whose pages have landed run on; where they have not, they are computed."""
+        """Move requests whose pages were loaded to running; requeue those whose load failed."""
         ended = self.kv.poll()
         if not ended:
             return
@@ -243,7 +241,9 @@ class Scheduler:
                 insort(self.waiting, request, key=_ARRIVAL)
 
     def _continue_running(self, budget: int) -> tuple[list[Request], bool]:
-        """Rows that run on, each with its pages; the newest are preempted while pages are short."""
+        """Allocate pages for running rows; preempt the newest while pages are short.
+
+        Return the rows of this step, and whether any was preempted."""
         preempted = False
         while True:
             prompts = self._prompt_budget(self.running, budget)
@@ -256,7 +256,7 @@ class Scheduler:
                 preempted = True
 
     def _prompt_budget(self, rows: Iterable[Request], budget: int) -> int:
-        """Tokens of prompts in a step with `rows`. A request waits that has a row to come."""
+        """Most prompt tokens of a step with `rows`. Waiting requests count up to the free rows."""
         if self.pace is None:
             return budget
         decoding = sum(map(_decodes, rows))
@@ -266,7 +266,7 @@ class Scheduler:
         return budget if most is None else min(budget, most)
 
     def _budget_left(self, rows: Sequence[Request]) -> int:
-        """Tokens that may join `rows`, which have their active lengths."""
+        """Tokens that may still join `rows`, given their active lengths."""
         lengths = [row.context.active_length for row in rows]
         left = self.max_batch_tokens - sum(lengths)
         prompts = sum([length for length in lengths if length > 1])
@@ -281,8 +281,8 @@ class Scheduler:
         self.preemptions += 1
 
     def _admit(self, budget: int, rows: Sequence[Request]) -> tuple[list[Request], bool]:
-        """Waiting requests that join the `rows` of this step, and whether it stopped at one of
-        which tiers are asked: asked again, they may have answered."""
+        """Admit waiting requests to the `rows` of this step. Return them, and whether admission
+        stopped at a request for which the tiers are still looking."""
         admitted: list[Request] = []
         coming: set[bytes] | None = None
         held = 0
@@ -293,7 +293,7 @@ class Scheduler:
             if not all(self.kv.prefetch([context])):
                 return admitted, True
             # Room for the whole prompt, not only its first chunk: else prompts evict each other.
-            # Alone, a first chunk is enough: windows give pages back as the prompt goes on.
+            # A lone request needs only its first chunk: windows free pages as the prompt advances.
             if self._num_claimed and not self.kv.has_room(context):
                 break
             if coming is None:
@@ -337,8 +337,8 @@ def _decodes(row: Request) -> bool:
 def _within_budget(
     running: Iterable[Request], budget: int, room: int, prompts: int
 ) -> list[Request]:
-    """Oldest first, each with its active length cut to what is left of the budget, of that for
-    `prompts`, and of the `room` for tokens of prompts that get logits."""
+    """Rows of the step, oldest first. Each active length is cut to the rest of the `budget`, of
+    `prompts` (prompt tokens), and of `room` (prompt tokens with logits)."""
     rows = []
     for row in running:
         if budget <= 0:

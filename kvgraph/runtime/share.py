@@ -1,4 +1,4 @@
-"""How far the requests of one call are: of all tokens that they may come to have."""
+"""Progress of one `generate` call, in tokens: processed of the most that its requests may have."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kvgraph.runtime.scheduler import Request
 
 @contextmanager
 def shared(requests: Sequence[Request]) -> Iterator[Callable[[], None]]:
-    """A scope in which `requests` run; what it gives is called after each step.
+    """Open a progress task for `requests`; yield the function to call after each step.
 
     A request that ended early counts as whole; one that starts over counts from its start.
     """

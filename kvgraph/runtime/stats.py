@@ -1,4 +1,4 @@
-"""What an engine tells of its work: of one request, and of all."""
+"""Statistics of one request, and of an engine."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from kvgraph.kv.paged import PagedKVCacheManager
 
 @dataclass(slots=True)
 class RequestStats:
-    """When a request's parts happened, in seconds of `time.perf_counter`; None: not yet."""
+    """Times of a request's phases, in seconds of `time.perf_counter`; None: not yet reached."""
 
     prompt_tokens: int = 0
     cached_tokens: int = 0
-    """Tokens of the prompt that its first admission took from the prefix cache."""
+    """Prompt tokens that the first admission took from the prefix cache."""
     submitted: float = field(default_factory=perf_counter)
     started: float | None = None
-    """Its first tokens were in a step; before, it waited in the queue."""
+    """Time of the first admission; before it, the request waited in the queue."""
     first_token: float | None = None
     ended: float | None = None
 
     def start(self, cached_tokens: int) -> None:
-        """A later admission, after a preemption, changes nothing."""
+        """Record the first admission; a later one, after a preemption, changes nothing."""
         if self.started is None:
             self.started, self.cached_tokens = perf_counter(), cached_tokens
 
@@ -34,17 +34,17 @@ class RequestStats:
 
     @property
     def first_token_seconds(self) -> float | None:
-        """From its submission to its first token."""
+        """Seconds from submission to the first token."""
         return _between(self.submitted, self.first_token)
 
     @property
     def prefill_seconds(self) -> float | None:
-        """From its first step to its first token."""
+        """Seconds from the first step to the first token."""
         return _between(self.started, self.first_token)
 
     @property
     def decode_seconds(self) -> float | None:
-        """From its first token to its last one."""
+        """Seconds from the first token to the last one."""
         return _between(self.first_token, self.ended)
 
     @property
@@ -53,7 +53,7 @@ class RequestStats:
 
 
 class CacheStats(TypedDict, total=False):
-    """The fields of EngineStats that a cache has."""
+    """Fields of EngineStats that a paged cache provides."""
 
     prompt_tokens: int
     cached_tokens: int
@@ -63,15 +63,15 @@ class CacheStats(TypedDict, total=False):
 
 @dataclass(frozen=True, slots=True)
 class EngineStats:
-    """An engine at one moment; counters are since it was made.
+    """State of an engine at one moment; counters are since the engine was made.
 
-    Pages are those of the device. A cache without pages has None of them, and no counters of
-    prompts.
+    Pages are those of the device. For a cache without pages, page counts are None and prompt
+    counters 0.
     """
 
     num_running: int
     num_waiting: int
-    """Requests in the queue, and those whose pages come from a tier."""
+    """Requests in the queue, and requests whose pages are loading from a tier."""
     generated_tokens: int
     num_preemptions: int
     num_failed_requests: int
@@ -80,7 +80,7 @@ class EngineStats:
     """Tokens of prompts that were admitted: computed, or taken from the prefix cache."""
     cached_tokens: int = 0
     num_free_pages: int | None = None
-    """Pages that no request holds; cached ones among them."""
+    """Pages that no request holds, including cached ones."""
     num_pages: int | None = None
 
     @property
@@ -98,7 +98,7 @@ class EngineStats:
 
 
 def cache_stats(kv: KVCacheManager) -> CacheStats:
-    """What a cache of pages tells; nothing of another one."""
+    """Statistics of a paged cache; empty for any other cache."""
     if not isinstance(kv, PagedKVCacheManager):
         return {}
     metrics = kv.get_metrics_aggregated()

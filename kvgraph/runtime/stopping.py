@@ -1,4 +1,4 @@
-"""Where a text ends: at strings that its request names."""
+"""Stop strings: where a request's text ends."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from functools import lru_cache
 class StopStrings:
     """Ends one request's text at the first of its stop strings that is complete.
 
-    Of two that are complete with one character the longer counts. It reads character by character,
-    so the borders of tokens do not matter. None counts before the request has `least` tokens.
-    `held`: the end of the text, which may be the beginning of a stop string: not handed over yet.
+    If one character completes two, the longer counts. Matching is by character, so the borders of
+    tokens do not matter. No match counts before the request has `least` tokens.
+    `held`: end of the text that may be the start of a stop string; it is not returned yet.
     """
 
     __slots__ = ("_borders", "_firsts", "_includes", "_least", "_matched", "_stops", "held")
@@ -25,13 +25,13 @@ class StopStrings:
         self.rewind()
 
     def rewind(self) -> None:
-        """No text has come."""
+        """Forget all text."""
         self.held = ""
-        self._matched = [0] * len(self._stops)  # characters of each that the text ends with
+        self._matched = [0] * len(self._stops)  # per stop: length of its prefix that ends the text
 
     def step(self, piece: str, count: int, *, ends: bool = False) -> tuple[str, str | None]:
-        """What may be handed over of the text with `piece`, of token number `count`; and the stop
-        string that it ends with, if it does. Where the request `ends` here, nothing is held back.
+        """Add `piece`, the text of token number `count`. Return the text that is safe to show, and
+        the stop string that ends it, if any. If the request `ends` here, no text is held back.
         """
         if not self.held and self._firsts.isdisjoint(piece):
             return piece, None
@@ -61,7 +61,8 @@ class StopStrings:
 
 @lru_cache(maxsize=256)
 def borders(text: str) -> tuple[int, ...]:
-    """For each n the most characters, less than n, that `text[:n]` both begins and ends with."""
+    """KMP failure table: for each n, the length of the longest proper prefix of `text[:n]` that is
+    also its suffix."""
     found = [0, 0]
     for character in text[1:]:
         length = found[-1]

@@ -1,9 +1,9 @@
-"""Chat templates: Jinja in its sandbox, with what transformers adds to it.
+"""Renders chat templates: sandboxed Jinja, with the filters and functions of transformers.
 
-Decision: no bound on time. An artifact is code (docs/trust.md), and its template is a part of it.
-The sandbox bounds `range` to 100,000, a text ends at MOST_CHARACTERS, and a macro that calls itself
-without end fails. Nested loops may still run for long: a template of a stranger needs a process of
-its own.
+Decision: no time limit. An artifact is code (docs/trust.md), and its template is a part of it.
+The sandbox bounds `range` to 100,000, a text is at most MOST_CHARACTERS long, and endless recursion
+of macros fails. Nested loops may still run for long: run a stranger's template in a separate
+process.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from jinja2 import Template, TemplateError
 from kvgraph.contract.templates import environment, in_one_line
 
 MOST_CHARACTERS = 16 << 20
-"""Of a rendered text; no context of a model is as long."""
+"""Most characters of a rendered text; longer than any model's context."""
 
 KEPT = 8
-"""Compiled templates that are kept."""
+"""Size of the cache of compiled templates."""
 
 
 class Jinja:
-    """Compiles and renders templates; ValueError says in one line why one fails."""
+    """Compiles and renders templates; ValueError gives the reason of a failure in one line."""
 
     def __init__(self) -> None:
         made = environment()
@@ -56,7 +56,7 @@ def tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """JSON as json.dumps writes it; Jinja's own filter escapes what HTML does not take."""
+    """JSON as json.dumps writes it. Jinja's own filter would escape characters for HTML."""
     return json.dumps(
         value,
         ensure_ascii=ensure_ascii,

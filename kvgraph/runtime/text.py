@@ -1,4 +1,4 @@
-"""Text: of a prompt to tokens, of a request piece by piece, of a finished request as a whole."""
+"""Converts prompts to tokens, and generated tokens to text, in pieces or as a whole."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ if TYPE_CHECKING:
     from tokenizers.decoders import DecodeStream
 
 SEEN_BY_DECODER, MOST_CHARACTER_BYTES = 8, 4
-"""Tokens of the prompt that decide how the first generated ones read; bytes of one character."""
+"""Prompt tokens that affect how the first generated ones decode; most bytes of a character."""
 
 INVALID_PREFIX = "Invalid prefix"
-"""How the message of a decoder begins whose earlier text is no longer that of its tokens."""
+"""Start of the decoder's error if the text of its earlier tokens has changed."""
 
 REPLACEMENT = "\ufffd"
-"""What a text has for bytes that are no character."""
+"""Character that stands for bytes that do not form a character."""
 
 
 class TextCodec:
@@ -41,7 +41,8 @@ class TextCodec:
             self.tokenizer = read_tokenizer(self._path, ArtifactError)
 
     def tokenize(self, text: str, *, special_tokens: bool = True) -> list[int]:
-        """Token ids. ArtifactError without a tokenizer; RequestError: no text, or not Unicode."""
+        """Token ids of `text`. ArtifactError without a tokenizer; RequestError unless it is Unicode
+        text."""
         instance("prompt", text, str, "text")
         if self.tokenizer is None:
             raise ArtifactError(
@@ -56,9 +57,9 @@ class TextCodec:
         )
 
     def stream(self, prompt_length: int, stops: StopStrings | None = None) -> TextStream | None:
-        """The text behind a prompt of so many tokens; None without a tokenizer.
+        """The decoder of the text after a prompt of `prompt_length` tokens; None without tokenizer.
 
-        RequestError where `stops` need one.
+        RequestError if `stops` are given without a tokenizer.
         """
         if self.tokenizer is not None:
             return TextStream(self.tokenizer, prompt_length, stops)
@@ -71,19 +72,19 @@ class TextCodec:
 
 
 class TextStream:
-    """The text of one request behind its prompt of `prompt_length` tokens.
+    """Decodes the text of one request, after its prompt of `prompt_length` tokens.
 
         if stream.decoder is None:
             stream.start(context)
         piece = stream.step(token)
 
-    Text comes only once its bytes are complete. Some decoders strip the space before the first word
-    of a text, which a continuation keeps, so this one sees the prompt's last tokens first.
-    `unfinished`: the tokens since the decoder's last piece, while they end within a character;
-    `told`: what they gave before that, which the next piece begins with.
-    `pending`: what the prompt alone ends with of bytes that are no character, while no piece came;
-    it is no part of the first piece, unless that completes it.
-    `stops` are given each piece by the caller, who hands over what they give.
+    Text is returned once its bytes are complete. Some decoders strip the space before the first
+    word of a text, but a continuation keeps it: so the decoder first gets the prompt's last tokens.
+    `unfinished`: tokens since the decoder's last piece, while they end within a character.
+    `told`: text of these tokens that was already returned; the next piece starts with it.
+    `pending`: replacement characters at the end of the prompt's text, until the first piece. They
+    are removed from that piece, unless it completes them.
+    `stops`: the caller passes each piece to them, and shows only what they return.
     """
 
     __slots__ = (
@@ -105,13 +106,13 @@ class TextStream:
         self.stops = stops
         self.pending = self.told = ""
         self.unfinished: list[int] = []
-        self._seen: Sequence[int] = ()  # tokens of the prompt that end with a character
-        self._before = ""  # their text
+        self._seen: Sequence[int] = ()  # prompt tokens for the decoder, up to a whole character
+        self._before = ""  # text of `_seen`
         self._prompt_length = prompt_length
         self.decoder: DecodeStream | None = None
 
     def begin(self) -> None:
-        """The decoder is at the first token of a text."""
+        """Reset the decoder to the start of a text."""
         from tokenizers.decoders import DecodeStream
 
         self.decoder = DecodeStream(skip_special_tokens=True)
@@ -119,7 +120,7 @@ class TextStream:
         self.unfinished, self._seen = [], ()
 
     def start(self, context: TextContext) -> None:
-        """The decoder goes on behind the tokens of `context`; `stops` are there too."""
+        """Decode the tokens of `context`, so that decoder and `stops` continue after them."""
         self.begin()
         if self.stops is not None:
             self.stops.rewind()
@@ -131,7 +132,7 @@ class TextStream:
                 self.stops.step(piece, count)
 
     def step(self, token: int) -> str:
-        """The piece that a token completes, once there is a decoder."""
+        """Text that a token completes; `begin` or `start` must have been called."""
         assert self.decoder is not None
         try:
             piece = self.decoder.step(self.tokenizer, token)
@@ -142,13 +143,13 @@ class TextStream:
         return self.own(piece) if self.unfinished else piece
 
     def begun(self, token: int) -> str:
-        """What a token gives that ends within a character: what comes before that."""
+        """Text that a token completes if it ends within a character: all characters before it."""
         self.unfinished.append(token)
         text = self.tokenizer.decode([*self._seen, *self.unfinished])
-        if text == self._before:  # a special token
+        if text == self._before:  # a special token without text
             self.unfinished.clear()
         if not (text.startswith(self._before) and text.endswith(REPLACEMENT)):
-            return ""  # that, or bytes that spoil those before them
+            return ""  # a special token, or bytes that change the text before them
         whole = text[len(self._before) :].rstrip(REPLACEMENT)
         piece = whole.removeprefix(self.told).removeprefix(self.pending)
         if piece:
@@ -156,16 +157,17 @@ class TextStream:
         return piece
 
     def own(self, piece: str) -> str:
-        """The piece that completes a character, without what was told of it before, and what the
-        prompt alone ends with."""
+        """`piece`, which completes a character, without the text that was returned before and
+        without the replacement characters of the prompt."""
         whole = piece.removeprefix(self.told).removeprefix(self.pending)
         self.told = self.pending = ""
         self.unfinished.clear()
         return whole
 
     def recover(self, token: int, error: Exception) -> str:
-        """The piece of a token behind bytes that never became a character, which the decoder does
-        not go on from; else `error` is raised."""
+        """Text of a token after bytes that never became a character, at which the decoder stops.
+
+        Any other `error` is raised again."""
         from tokenizers.decoders import DecodeStream
 
         if not str(error).startswith(INVALID_PREFIX):
@@ -176,9 +178,9 @@ class TextStream:
         return lost + (self.decoder.step(self.tokenizer, token) or "")
 
     def _last_seen(self, context: TextContext) -> tuple[int, int]:
-        """The prompt's tokens that the decoder sees: the last ones that have a text, as special
-        ones have none. They do not begin within a character, since bytes (`<0xE6>`) that are none
-        spoil all those behind them."""
+        """Range of prompt tokens for the decoder: the last ones with text (special tokens have
+        none). It does not start within a character: stray bytes (`<0xE6>`) would corrupt the text
+        after them."""
         first, end, text = self._prompt_length, self._prompt_length, ""
         while first > 0 and not text:
             first, end = max(0, first - SEEN_BY_DECODER), first
@@ -191,7 +193,7 @@ class TextStream:
         return first, end
 
     def _read_prompt(self, seen: Sequence[int]) -> None:
-        """Its tokens from the first that the decoder sees."""
+        """Pass prompt tokens to the decoder, and keep their text."""
         for token in seen:
             self.step(token)
         self._seen = seen[: len(seen) - len(self.unfinished)]
@@ -200,20 +202,21 @@ class TextStream:
         self.pending = text[len(text.rstrip(REPLACEMENT)) :]
 
     def rewind(self) -> None:
-        """Go on behind the tokens that the context has, whatever was decoded."""
+        """Discard the decoder; `start` decodes the context's tokens again."""
         self.decoder = None
 
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """A finished request: what was generated behind the prompt.
+    """A finished request: the tokens and text that were generated after the prompt.
 
-    `finish_reason` is "stop" (a stop string, a stop or end token, the end of its grammar), "length"
-    (`max_new_tokens`, or the model's longest context) or "error": then `error` says why, and the
-    rest is what came before it. `stop_reason` is the stop string, or the token of `stop_token_ids`,
-    that ended it; else None. `token_ids` are all that were generated, those of a stop string too.
-    `logprobs`: of each token; `prompt_logprobs`: of each token of the prompt, None of the first.
-    Both None where SamplingParams do not ask. `index`: which of the prompt's `n` completions it is.
+    `finish_reason`: "stop" (a stop string, a stop or end token, the end of its grammar), "length"
+    (`max_new_tokens`, or the model's longest context) or "error": then `error` is the reason, and
+    the other fields hold the output before it. `stop_reason`: the stop string, or the token of
+    `stop_token_ids`, that ended the request; else None. `token_ids`: all generated tokens,
+    including those of a stop string. `logprobs`: one entry per token. `prompt_logprobs`: one entry
+    per prompt token, None for the first. Both are None unless SamplingParams ask for them. `index`:
+    number of the completion among the `n` of its prompt.
     """
 
     request_id: str
@@ -223,17 +226,17 @@ class Completion:
     error: str | None = None
     prompt_tokens: int = 0
     cached_tokens: int = 0
-    """Tokens of the prompt that came from the prefix cache."""
+    """Prompt tokens that came from the prefix cache."""
     queue_seconds: float | None = None
-    """From its submission to the step that had its first tokens."""
+    """Seconds from submission to the step that had its first tokens."""
     first_token_seconds: float | None = None
-    """From its submission to its first token."""
+    """Seconds from submission to the first token."""
     total_seconds: float | None = None
     prefill_tokens_per_second: float | None = None
-    """Tokens of the prompt that were computed, by the time from its first step to its first token;
+    """Prompt tokens that were computed, divided by the time from the first step to the first token;
     other requests share that time."""
     decode_tokens_per_second: float | None = None
-    """Tokens behind the first one, by the time from the first one to the last."""
+    """Tokens after the first one, divided by the time from the first to the last token."""
     logprobs: list[TokenLogprobs] | None = None
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     stop_reason: str | int | None = None
@@ -243,7 +246,7 @@ class Completion:
 def completions_of(
     tokens: Mapping[str, Sequence[Token]], stats: Sequence[RequestStats], indices: Sequence[int]
 ) -> list[Completion]:
-    """Of requests that have ended, whose tokens are all of theirs, in the order of `indices`."""
+    """Completions of ended requests, from all their tokens. `indices`: among those of a prompt."""
     done: list[Completion] = []
     for (request_id, generated), own, index in zip(tokens.items(), stats, indices, strict=True):
         about_prompt = done[-1].prompt_logprobs if index else generated[0].prompt_logprobs
@@ -258,7 +261,7 @@ def completion_of(
     index: int = 0,
     prompt_logprobs: list[TokenLogprobs | None] | None = None,
 ) -> Completion:
-    """All tokens of a request that has ended."""
+    """The completion of an ended request, from all its tokens."""
     last = tokens[-1]
     assert last.finish_reason is not None
     generated = [token.token_id for token in tokens if not token.error]

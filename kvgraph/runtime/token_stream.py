@@ -1,4 +1,4 @@
-"""TokenStream: what the tasks of an event loop read of one request."""
+"""TokenStream: the tokens of one request, for the tasks of an event loop."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from kvgraph.runtime.stats import RequestStats
 
 
 class TokenStream:
-    """The tokens of one request: `async for tokens in stream` gives all since the last time.
+    """The tokens of one request: `async for tokens in stream` yields all since the last time.
 
-    Each list has at least one token; the last token has a `finish_reason`. One task reads a
-    stream. A task that reads several gives them one `news`, which each of them sets.
+    Each list has at least one token; the last token has a `finish_reason`. Only one task may read
+    a stream. A task that reads several passes them one common event, `news`, which each sets.
     """
 
     def __init__(
@@ -27,18 +27,18 @@ class TokenStream:
         self.request_id = request_id
         self.stats = stats
         self.has_ended = False
-        """Whether its last token has come; it may be unread."""
+        """Whether the last token has come; it may be unread."""
         self.was_lost = False
-        """Whether it ended by a fault of what ran it: asked for again, it may succeed."""
+        """Whether the stream ended because its replica failed: a retry may succeed."""
         self.watch: Callable[[], None] | None = None
-        """Called when tokens have come, whether a task reads them or not."""
+        """Called when tokens have come, even if no task reads them."""
         self.interval = 1
         """Unread tokens that wake its reader; its first and its last ones wake it at once."""
         self._cancel = cancel
         self._most_unread = most_unread
         self._is_begun = False  # whether tokens were taken
         self._unread: list[Token] = []
-        self._most_at_once = 0  # of the unread
+        self._most_at_once = 0  # most unread tokens that came in one call
         self._news = news or asyncio.Event()
 
     def __aiter__(self) -> TokenStream:
@@ -54,7 +54,7 @@ class TokenStream:
 
     @property
     def has_news(self) -> bool:
-        """Whether tokens have come that were not taken: as many as a reader is woken for."""
+        """Whether enough unread tokens have come to wake the reader."""
         least = self.interval if self._is_begun and not self.has_ended else 1
         return len(self._unread) >= least
 
@@ -71,10 +71,10 @@ class TokenStream:
         self._cancel(self)
 
     def give(self, tokens: list[Token]) -> None:
-        """Tokens have come; the last one may end it.
+        """Add tokens that have come; the last one may end the stream.
 
-        A grammar forces many at once, which no reader could have had before: of the unread tokens
-        the most that came in one call do not count.
+        The largest unread group of one call does not count as unread: a grammar may force many
+        tokens at once, which no reader could have read earlier.
         """
         self._unread += tokens
         self._most_at_once = max(self._most_at_once, len(tokens))
@@ -90,7 +90,7 @@ class TokenStream:
 
 
 def failed(request_id: str, why: str) -> Token:
-    """The last token of a request that failed on its own."""
+    """A last token with finish_reason "error" and the reason `why`."""
     return Token(request_id, NO_TOKEN, "", "error", why)
 
 

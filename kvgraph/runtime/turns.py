@@ -1,7 +1,7 @@
-"""One call at a time on what is not thread-safe: a call that overlaps another one is refused.
+"""Rejects overlapping calls on an object that is not thread-safe.
 
-CPython looks for interrupts where a function is called or a loop goes round. So the first call of
-a `try` takes the turn, and a `finally` without any call gives it back: no interrupt keeps it.
+CPython checks for interrupts at function calls and at the end of loop iterations. So the first call
+in a `try` takes the turn, and a `finally` without any call gives it back: no interrupt can keep it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Concatenate, ParamSpec, Protocol, TypeVar
 from kvgraph.errors import RequestError
 
 Call = tuple[str, int]
-"""A running call, known by its identity: its name, and the thread that made it."""
+"""A running call: its name, and the thread that made it. Calls are compared by identity."""
 
 OWNED = "AsyncEngine"
 """Name of the call that has the turn for as long as an AsyncEngine runs."""
@@ -25,7 +25,7 @@ R = TypeVar("R")
 
 
 class Turns:
-    """Which call on an object runs now.
+    """Holds the call that runs on an object, if any. Usage:
 
     call = ("step", get_ident())
     try:
@@ -40,9 +40,9 @@ class Turns:
     running: Call | None = None
 
     take: Callable[[Call], Call]
-    """Take the turn unless another call has it; returns the call that has it now.
+    """Take the turn unless another call has it; return the call that has it now.
 
-    One operation for all threads: no Python code runs in it.
+    It is one atomic operation: it runs no Python code.
     """
 
     def __init__(self, owner: str) -> None:
@@ -52,7 +52,7 @@ class Turns:
 
     @contextmanager
     def owned(self) -> Iterator[None]:
-        """Calls of this thread alone, which runs the engine for others."""
+        """Reject calls of all other threads: this thread runs the engine for them."""
         own, take = get_ident(), self.take
         self.take = lambda call: take(call) if call[1] == own else (OWNED, own)
         try:
@@ -61,7 +61,7 @@ class Turns:
             self.take = take
 
     def overlap(self, call: Call, running: Call) -> RequestError:
-        """The refusal of `call` while another one runs, which may be of the same thread."""
+        """The error of `call` while another call runs, possibly in the same thread."""
         name, thread = running
         if name == OWNED:
             return RequestError(
@@ -84,7 +84,7 @@ Function = Callable[Concatenate[T, P], R]
 
 
 def in_turn(name: str) -> Callable[[Function[T, P, R]], Function[T, P, R]]:
-    """Makes a function hold the turn of its first argument while it runs, as the call `name`."""
+    """Decorate a function to hold the turn of its first argument, as call `name`, while it runs."""
 
     def decorated(function: Function[T, P, R]) -> Function[T, P, R]:
         @wraps(function)

@@ -1,4 +1,4 @@
-"""What is answered, as OpenAI's clients read it."""
+"""Builds answers as OpenAI's clients read them."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ MANY = 8192
 """Log-probabilities from which on an answer is not built on the event loop: about 5 ms."""
 
 BUILDING = ThreadPoolExecutor(1, "kvgraph-answers")
-"""One thread: Python's lock lets no second one work, and the event loop would wait for both."""
+"""One thread only: Python's lock would let no second one run, and the event loop would wait."""
 
 encoded = msgspec.json.Encoder().encode
 
 
 async def built(count: int, build: Callable[[], object]) -> Raw:
-    """What `build` gives, as JSON. `count`: log-probabilities of the whole answer; the loop does
-    not wait for many."""
+    """The result of `build` as JSON. `count`: log-probabilities of the whole answer; a large answer
+    is built in a thread, so that the event loop does not wait."""
     if count < MANY:
         return Raw(encoded(build()))
     loop = asyncio.get_running_loop()
@@ -35,12 +35,12 @@ async def built(count: int, build: Callable[[], object]) -> Raw:
 
 
 def event(body: object) -> bytes:
-    """One server-sent event."""
+    """`body` as one server-sent event."""
     return b"data: " + encoded(body) + b"\n\n"
 
 
 def failure(generation: Generation, why: str) -> bytes:
-    """The event of a choice that failed on its own."""
+    """The event of a choice that failed with error `why`."""
     return b"data: " + error_body(generation.status_of(why), without_id(why)) + b"\n\n"
 
 
@@ -60,14 +60,15 @@ def text_of(tokens: Iterable[Token]) -> str:
 
 
 def reason_of(tokens: Sequence[Token]) -> str | None:
-    """Why a choice ended, where it has; None of one that failed: an event of its own says so."""
+    """Why a choice ended; None if it has not, or failed: then another event reports the error."""
     last = tokens[-1]
     return None if last.error else last.finish_reason
 
 
 class Spelling:
-    """How single tokens read behind others: `decode` gives the text of some, `piece` a token's own
-    bytes where it may be a part of a character."""
+    """Text and bytes of single tokens within a text.
+
+    `decode`: the text of token ids. `piece`: a token's bytes if it may be a part of a character."""
 
     def __init__(
         self, decode: Callable[[list[int]], str], piece: Callable[[int], bytes | None]
@@ -86,12 +87,12 @@ class Spelling:
         return text
 
     def _second(self, token: int) -> str:
-        """The text of a token behind itself: some decoders strip the space before a text."""
+        """The text of a token after itself: some decoders strip the space at a text's start."""
         first, both = self._decode([token]), self._decode([token, token])
         return (both[len(first) :] if both.startswith(first) else "") or first
 
     def bytes_of(self, token: int) -> bytes:
-        """Those of all tokens, one after the other, are those of the text."""
+        """Bytes of a token; those of all tokens, joined, are the bytes of the text."""
         found = self._bytes.get(token)
         if found is None:
             own = self._piece(token)
@@ -100,7 +101,7 @@ class Spelling:
 
 
 def offsets_of(tokens: Iterable[Token], start: int) -> list[int]:
-    """Where each token begins in a text that has `start` characters before them."""
+    """Start of each token, in characters, in a text with `start` characters before them."""
     offsets = []
     for token in tokens:
         offsets.append(start)
@@ -114,9 +115,9 @@ def completion_logprobs(
     offsets: list[int],
     spell: Spelling,
 ) -> dict[str, object]:
-    """Of /v1/completions; `offsets`: where each token begins in the text that is answered.
+    """The `logprobs` of /v1/completions. `offsets`: where each token starts in the answered text.
 
-    Each token's own are JSON already: encoding keeps Python's lock, however many there are.
+    Each token's scores are encoded one by one: a single encoding would hold Python's lock too long.
     """
     return {
         "tokens": [spell(token) for token in ids],
@@ -127,7 +128,7 @@ def completion_logprobs(
 
 
 def _top(scores: TokenLogprobs, spell: Spelling) -> dict[str, float]:
-    """The likeliest tokens, and the one that is there; the first of two that read the same."""
+    """The likeliest tokens and the chosen one; of two with the same text, the first."""
     top: dict[str, float] = {}
     for one in (*scores.top, scores.chosen):
         top.setdefault(spell(one.token_id), one.logprob)
@@ -135,7 +136,7 @@ def _top(scores: TokenLogprobs, spell: Spelling) -> dict[str, float]:
 
 
 def chat_logprobs(scores: Sequence[TokenLogprobs | None], spell: Spelling) -> dict[str, object]:
-    """Of /v1/chat/completions; each token's are JSON already."""
+    """The `logprobs` of /v1/chat/completions; each token's scores are encoded one by one."""
     return {"content": [Raw(encoded(_scored(one, spell))) for one in scores if one is not None]}
 
 

@@ -117,7 +117,7 @@ class Endpoints:
         return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
 
     async def state(self, request: Request) -> Response:
-        """What the page at / shows."""
+        """The data that the page at / shows."""
         self._require_key(request)
         served = self._service.require_loaded()
         try:
@@ -168,7 +168,7 @@ class Endpoints:
         text = await asyncio.to_thread(served.detokenize, given.tokens)
         return _answered(request, {"prompt": text})
 
-    # -- what it is for
+    # -- generation
 
     async def completions(self, request: Request) -> Response:
         self._require_key(request)
@@ -229,7 +229,7 @@ class Endpoints:
             return
         scheme, _, given = request.headers.get("authorization", "").partition(" ")
         key = given.strip().encode() if scheme.lower() == "bearer" else b""
-        # Every key is compared, so that the time tells nothing.
+        # Compare every key, so that the time reveals nothing.
         matches = [hmac.compare_digest(key, known) for known in self._keys]
         if True not in matches:
             raise ServeError(401, "authorization: expected Bearer and a key of this server")
@@ -253,7 +253,7 @@ class Endpoints:
         except TimeoutError as error:
             sentence = f"body: expected all of it, got nothing more for {seconds:g} seconds"
             raise ServeError(408, sentence) from error
-        except asyncio.CancelledError as error:  # by uvicorn, which has waited for it
+        except asyncio.CancelledError as error:  # by uvicorn, after its time for shutdown
             raise ServeError(503, "body: expected all of it before the server ended") from error
         return b"".join(parts)
 
@@ -264,7 +264,7 @@ class Endpoints:
 
 
 class EventStream(Response):
-    """Server-sent events, until they end or the connection does."""
+    """Sends server-sent events until they end, or the client disconnects."""
 
     def __init__(
         self,
@@ -300,7 +300,7 @@ class EventStream(Response):
 STREAM_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-store"),
-    (b"x-accel-buffering", b"no"),  # a proxy hands each frame on as it comes
+    (b"x-accel-buffering", b"no"),  # a proxy must forward each frame at once
 ]
 
 PAGE_HEADERS = {
@@ -311,7 +311,7 @@ PAGE_HEADERS = {
 
 
 async def _tokens_of(served: Served, given: TokenizeRequest) -> list[int]:
-    """Of messages as of a chat."""
+    """Token ids of a /tokenize request; messages are rendered as a chat's are."""
     if given.messages is not None:
         chat = ChatRequest(
             messages=given.messages,
@@ -330,7 +330,7 @@ async def _gone_from(receive: Receive) -> None:
 
 
 async def _unless_gone(request: Request, work: Awaitable[dict[str, object]]) -> dict[str, object]:
-    """What `work` gives; it is cancelled when the client leaves."""
+    """The result of `work`, which is cancelled if the client disconnects."""
     working = asyncio.ensure_future(work)
     leaving = asyncio.ensure_future(_gone_from(request.receive))
     try:
@@ -348,7 +348,7 @@ def _log(request: Request, status: int) -> None:
 
 
 def _answered(request: Request, body: object) -> Response:
-    """Of what generates nothing."""
+    """The response of an endpoint that generates nothing; logs the request."""
     _log(request, 200)
     return Response(encoded(body), media_type=JSON)
 
@@ -370,11 +370,11 @@ async def _not_found(request: Request, error: Exception) -> Response:
 
 
 MOST_COMPARED, ALIKE = 64, 0.7
-"""Characters of a path that is not known, and the share of them that another one must have."""
+"""Most characters of an unknown path that are compared, and the least similarity of a hint."""
 
 
 async def _wrong_method(request: Request, error: HTTPException) -> Response:
-    """With what the path takes (RFC 9110, 15.5.6), which OPTIONS asks for (9.3.7)."""
+    """Name the methods that the path takes (RFC 9110, 15.5.6); OPTIONS asks for them (9.3.7)."""
     allow = {"allow": ", ".join([*(error.headers or {}).values(), "OPTIONS"])}
     if request.method == "OPTIONS":
         return Response(status_code=204, headers=allow)
@@ -384,13 +384,13 @@ async def _wrong_method(request: Request, error: HTTPException) -> Response:
 
 
 async def _failed(request: Request, error: Exception) -> Response:
-    """A mistake of this server; its log has the traceback."""
+    """Answer 500 for an error of this server; its log has the traceback."""
     _log(request, 500)
     body = error_body(500, f"{request.url.path}: the server failed: {type(error).__name__}")
     return Response(body, 500, media_type=JSON)
 
 
 async def _gone(request: Request, error: ClientDisconnect) -> Response:
-    if "is_refused" not in request.scope["state"]:  # by the connection
+    if "is_refused" not in request.scope["state"]:  # set by the connection, which has logged it
         _log(request, 499)
     return Response(status_code=499)

@@ -1,4 +1,4 @@
-"""/v1/chat/completions: messages, and the answer."""
+"""/v1/chat/completions: converts messages to a job, and its output to the answer."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ OBJECT = "chat.completion"
 
 
 async def chat_job(service: Service, given: ChatRequest) -> Job:
-    """ServeError for messages that the template refuses, and what does not fit."""
+    """Build the job. ServeError for messages that the template rejects, or that do not fit."""
     served = service.require_ready()
     given.require_supported()
     if given.num_each > service.options.max_choices:
@@ -77,7 +77,7 @@ async def chat_job(service: Service, given: ChatRequest) -> Job:
 
 
 def _shape(given: ChatRequest, tools: Tools) -> Shape | None:
-    """What the text must be. A format is that of a text, so a call that is forced has none."""
+    """The grammar of the output. A forced call has no response format, which is for text only."""
     asked, field = given.schema(), given.format_field
     if tools.forces_call:
         return Shape("tools", tools.schema())
@@ -90,8 +90,8 @@ def _shape(given: ChatRequest, tools: Tools) -> Shape | None:
 async def _rendered(
     served: Served, given: ChatRequest, tools: Tools, most: int | None = None
 ) -> list[int]:
-    """In a thread: a template is the artifact's own program. A text of more than `most` tokens is
-    refused before it is tokenized."""
+    """Token ids of a chat, rendered in a thread: a template is the artifact's own program. A text
+    of more than `most` tokens is refused before it is tokenized."""
 
     def render() -> tuple[str, list[int]]:
         text = served.prompts._templates.render(
@@ -116,13 +116,13 @@ async def _rendered(
 
 
 async def chat_tokens(served: Served, given: ChatRequest) -> list[int]:
-    """Those of its prompt."""
+    """Token ids of a chat's prompt."""
     given.require_supported()
     return await _rendered(served, given, Tools(given))
 
 
 async def answer_chat(job: Job, generation: Generation) -> dict[str, object]:
-    """All choices at once. ServeError (500) where one failed on its own."""
+    """The whole answer. ServeError (500) if a choice failed."""
     all_tokens = await generation.all_tokens()
     count = job.num_scores(sum(map(len, all_tokens)))
     pairs = zip(generation.choices, all_tokens, strict=True)
@@ -151,7 +151,7 @@ def _logprobs(job: Job, tokens: list[Token]) -> dict[str, object] | None:
 
 
 async def chat_events(job: Job, generation: Generation) -> AsyncIterator[bytes]:
-    """A frame that names the role, then one for each piece; a call comes as one."""
+    """Frames of a chat: one with the role, then one for each piece; a call is a single frame."""
     head = job.head(f"{OBJECT}.chunk")
     held = {choice.index: "" for choice in generation.choices} if job.tools else {}
     for index in range(len(generation.choices)):
@@ -171,7 +171,7 @@ async def chat_events(job: Job, generation: Generation) -> AsyncIterator[bytes]:
                 is_call = "tool_calls" in delta
                 piece = _piece(choice.index, delta, logprobs, None if is_call else why)
                 yield event({**head, "choices": [piece], **usage_so_far(job, generation)})
-                if is_call:  # OpenAI's client reads a call that ends with its first frame as open
+                if is_call:  # OpenAI's client leaves a call open if its first frame ends it
                     piece = _piece(choice.index, {}, None, why)
                     yield event({**head, "choices": [piece], **usage_so_far(job, generation)})
             if error:
@@ -184,8 +184,9 @@ async def chat_events(job: Job, generation: Generation) -> AsyncIterator[bytes]:
 def held_delta(
     job: Job, held: dict[int, str], index: int, tokens: list[Token]
 ) -> tuple[JsonObject, str | None]:
-    """What a client gets of a text that may be a call: nothing, until it is known, or has failed;
-    and why it ended."""
+    """The delta of a text that may be a call, and why it ended.
+
+    The delta is empty until the text is known to be a call, or not to be one."""
     text, reason = held[index] + text_of(tokens), reason_of(tokens)
     assert job.tools is not None
     if tokens[-1].finish_reason is None and job.tools.may_be_call(text):

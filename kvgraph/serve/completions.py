@@ -1,4 +1,4 @@
-"""/v1/completions: text, or token ids, and what comes behind."""
+"""/v1/completions: converts prompts (text or token ids) to a job, and its output to the answer."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ from kvgraph.serve.service import Served, Service
 from kvgraph.serve.shapes import Shape
 
 DEFAULT_MAX_TOKENS = 16
-"""OpenAI's."""
+"""OpenAI's default of max_tokens."""
 
 OBJECT = "text_completion"
 
 
 async def completion_job(service: Service, given: CompletionRequest) -> Job:
-    """ServeError for what cannot be done, or does not fit."""
+    """Build the job. ServeError for a request that is unsupported, or does not fit."""
     served = service.require_ready()
     given.require_supported()
     count = len(given.prompts) * given.num_each
@@ -87,8 +87,9 @@ async def completion_job(service: Service, given: CompletionRequest) -> Job:
 async def _tokenized(
     served: Served, given: list[str | list[int]], fits: int | None, drops_output: bool
 ) -> list[list[int]]:
-    """Each prompt's tokens; ServeError where no `fits` tokens have room behind one. Of a default,
-    None, as many are generated as fit."""
+    """Token ids of each prompt. ServeError if `fits` tokens do not fit after a prompt.
+
+    `fits` None: max_tokens is the default, so as many are generated as fit."""
     longest = served.facts.longest
     is_long = sum([len(prompt) for prompt in given if isinstance(prompt, str)]) > LONG_TEXT
     found = []
@@ -118,7 +119,7 @@ async def _echo(served: Served, given: str | list[int], tokens: list[int], offse
 
 
 async def answer_completion(job: Job, generation: Generation) -> JsonObject:
-    """All choices at once. ServeError (500) where one failed on its own."""
+    """The whole answer. ServeError (500) if a choice failed."""
     pairs = list(zip(generation.choices, await generation.all_tokens(), strict=True))
     num_prompts = sum([len(choice.prompt) for choice, _ in pairs if job.echo])
     count = job.num_scores(num_prompts + sum([len(tokens) for _, tokens in pairs]))
@@ -135,10 +136,10 @@ def _usage(job: Job, generation: Generation) -> JsonObject:
 
 
 async def completion_events(job: Job, generation: Generation) -> AsyncIterator[bytes]:
-    """A frame for each piece; several tokens come in one where the reader is slower."""
+    """A frame for each piece; a slow reader gets several tokens in one frame."""
     head = job.head(OBJECT)
     lengths: dict[int, int] = {}
-    held: dict[int, list[Token]] = {}  # until the echo before them is known
+    held: dict[int, list[Token]] = {}  # tokens that wait for the text of the echo before them
     async for fresh in generation:
         begun = [choice for choice in fresh if job.echo and choice.index not in lengths]
         num_prompts = sum([len(choice.prompt) for choice in begun])
@@ -169,8 +170,9 @@ async def completion_events(job: Job, generation: Generation) -> AsyncIterator[b
 
 
 async def _echo_before(job: Job, choice: Choice, tokens: list[Token]) -> Echo | None:
-    """The prompt as the answer repeats it before the first `tokens`, which may have the character
-    that it ends inside of; None while none of them completes one."""
+    """The prompt as the answer repeats it before the first `tokens`.
+
+    They may complete a character that the prompt ends inside; None until one completes it."""
     if job.echo is None:
         return Echo()
     echo = job.echo[choice.index // len(job.params)]
@@ -187,8 +189,8 @@ async def _echo_before(job: Job, choice: Choice, tokens: list[Token]) -> Echo | 
 def _piece(
     job: Job, choice: Choice, tokens: list[Token], echo: Echo, length: int = 0
 ) -> JsonObject:
-    """What `tokens` add to a choice whose text has `length` characters; `echo`: before the first
-    ones."""
+    """The part of an answer for `tokens` of a choice. `length`: characters of its text so far.
+    `echo`: put before the first tokens."""
     kept = [] if job.drops_output else tokens
     return {
         "index": choice.index,

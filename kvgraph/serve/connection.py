@@ -1,4 +1,4 @@
-"""A client's connection: what HTTP/1.1 asks for, and the limits that uvicorn does not have."""
+"""A client's HTTP/1.1 connection, with limits that uvicorn lacks."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ if TYPE_CHECKING:
     )
 
 MOST_BYTES = 64 << 10
-"""Of the head of a request; more than that behind a request waits in the network."""
+"""Most bytes of a request's head. If more bytes than that wait after a request, reading pauses."""
 
 
 def connection_type(options: ServeOptions) -> type[Connection]:
-    """uvicorn makes one of it for each client."""
+    """A Connection class with `options`; uvicorn makes an instance for each client."""
 
     class Limited(Connection):
         _options = options
@@ -36,28 +36,28 @@ def connection_type(options: ServeOptions) -> type[Connection]:
 
 
 class Connection(HttpToolsProtocol):
-    """Answers in HTTP/1.1 whatever else a client offers, as RFC 9110, 7.8 allows.
+    """Answers in HTTP/1.1 whatever protocol a client offers, as RFC 9110, 7.8 allows.
 
-    Java's client offers `Upgrade: h2c` with every request; httptools then takes the body for
-    HTTP/2, so that it is lost. The header's name is changed before httptools reads it, wherever the
-    network cuts it. httptools gets heads and bodies apart, as only heads are changed.
+    Java's client sends `Upgrade: h2c` with every request; httptools then takes the body for HTTP/2,
+    and it is lost. So this header is renamed before httptools reads it, even if it is split between
+    packets. Heads and bodies are passed to httptools separately, as only heads are changed.
 
-    It gets a request when the one before is answered: uvicorn tells only the newest one that the
-    client has left.
+    A request is passed on after the previous one is answered: uvicorn reports a disconnect only to
+    the newest request.
     """
 
     _options: ServeOptions
     _is_body = False
     _named: tuple[tuple[bytes, bytes], ...] = ()
-    """The id of the request whose head came last, as a header."""
+    """Header with the id of the request whose head came last."""
     _left = 0
-    """Bytes of a body that are to come, where the head says how many there are."""
+    """Remaining bytes of a body, if its head gives the length."""
     _held = b""
-    """What waits for an answer, or may be the beginning of that header or the end of a head."""
+    """Bytes that wait for an answer, or may be a part of that header or of a head's end."""
     _kept = 0
-    """Bytes that httptools may keep: of a head, or behind the last piece of a body in chunks."""
+    """Bytes that httptools may buffer: of a head, or after the last piece of a chunked body."""
     _receiving: TimerHandle | None = None
-    """Until a head is whole."""
+    """Timer until a head is complete."""
     _sending: TimerHandle | None = None
 
     def connection_made(self, transport: BaseTransport) -> None:
@@ -70,7 +70,7 @@ class Connection(HttpToolsProtocol):
                 timer.cancel()
         super().connection_lost(exc)
 
-    # -- what comes
+    # -- receiving
 
     def data_received(self, data: bytes) -> None:
         data, self._held = self._held + data, b""
@@ -87,13 +87,13 @@ class Connection(HttpToolsProtocol):
 
     @property
     def _is_answering(self) -> bool:
-        """A request has come, and its answer is not complete."""
+        """Whether a request is complete, and its answer is not."""
         return not self._is_body and self.cycle is not None and not self.cycle.response_complete
 
     def _end_of_part(self, data: bytes, at: int) -> int:
-        """Where a head ends that begins at `at`, or a body; `at` where that is not known yet.
+        """End of the head or body that begins at `at`; `at` if it is not known yet.
 
-        Chunks end with an empty line, as heads do: what follows one is looked at on its own.
+        Chunks end with an empty line, as heads do, so bytes after one form another part.
         """
         if self._left:
             return at + min(self._left, len(data) - at)
@@ -107,7 +107,7 @@ class Connection(HttpToolsProtocol):
         if self._is_body:
             self._left = max(0, self._left - len(part))
             super().data_received(part)
-            if self._kept > MOST_BYTES:  # of fields behind the chunks, or of one chunk's
+            if self._kept > MOST_BYTES:  # trailer fields, or a chunk's size line
                 self.transport.close()
         elif self._kept > MOST_BYTES:
             self._refuse(431, f"head: expected at most {MOST_BYTES} bytes, got more")
@@ -115,7 +115,7 @@ class Connection(HttpToolsProtocol):
             self._limit_head()
             super().data_received(_UPGRADE.sub(rb"\r\nx-offer", part))
         if self.cycle is not None and self.cycle.response_complete:
-            self._limit_head()  # uvicorn's own timer has ended with what came
+            self._limit_head()  # the data that came has cancelled uvicorn's own timer
 
     def on_headers_complete(self) -> None:
         self._is_body, self._kept = True, 0
@@ -160,8 +160,7 @@ class Connection(HttpToolsProtocol):
         self._refuse(400, "request: expected one in HTTP/1.1, got what is none")
 
     def _refuse(self, status: int, sentence: str) -> None:
-        """Before there is a request, or where the rest of one cannot be read: this is its line of
-        the log then."""
+        """Answer a request with an invalid head or rest, log it, and close the connection."""
         if self.cycle is not None:
             self.cycle.scope["state"]["is_refused"] = True
         body = error_body(status, sentence)
@@ -178,12 +177,12 @@ class Connection(HttpToolsProtocol):
         self.transport.close()
         log_answer(None, status, named[0][1].decode() if named else "")
 
-    # -- what goes
+    # -- sending
 
     async def _answer_without_chunks(
         self, scope: Scope, receive: ASGIReceiveCallable, send: ASGISendCallable
     ) -> None:
-        """HTTP/1.0 has none: the end of the connection ends a body."""
+        """Answer without chunks, which HTTP/1.0 lacks: closing the connection ends the body."""
         cycle = self.cycle
         cycle.keep_alive = False
 
@@ -210,7 +209,7 @@ class Connection(HttpToolsProtocol):
         self._limit_sending()
 
     def _limit_sending(self) -> None:
-        """The client takes some of what waits for it in `send_seconds`, while none is added."""
+        """Abort if the client takes none of the waiting bytes in `send_seconds`."""
         if self._sending is not None:
             self._sending.cancel()
             self._sending = None

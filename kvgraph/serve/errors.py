@@ -1,4 +1,4 @@
-"""What a server refuses, in OpenAI's form."""
+"""Errors of the server, in OpenAI's form."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import msgspec
 class ServeError(Exception):
     """A request that is answered with `status` and one sentence.
 
-    `code`: what programs read; None: that of the status. `retry_after`: seconds after which it may
-    fit; of a 503 it is 1.
+    `code`: OpenAI's error code; None: the status's usual one. `retry_after`: seconds after which
+    the request may fit; always 1 for a 503.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class ServeError(Exception):
 
 
 def too_long(param: str, longest: int, got: str) -> ServeError:
-    """Of what no context of `longest` tokens holds."""
+    """The error for a request that exceeds a context of `longest` tokens."""
     return ServeError(
         400,
         f"{param}: expected at most {longest} tokens of prompt and output together, got {got}; "
@@ -55,7 +55,7 @@ def too_long(param: str, longest: int, got: str) -> ServeError:
 
 
 def require_vocabulary(param: str, greatest: int, size: int) -> None:
-    """ServeError for a token id that is not one of a vocabulary of `size`."""
+    """Raise ServeError unless token id `greatest` is in a vocabulary of `size`."""
     if greatest >= size:
         sentence = f"{param}: expected token ids in [0, {size}), got {greatest}"
         raise ServeError(400, sentence, param=param)
@@ -71,11 +71,11 @@ KINDS = {
     500: ("server_error", "server_error"),
     503: ("server_error", "not_ready"),
 }
-"""Status -> OpenAI's `type` and `code` of an error; others are the caller's mistake."""
+"""OpenAI's `type` and `code` of an error, by status; other statuses are invalid requests."""
 
 
 def brief(value: object) -> str:
-    """The beginning of a value that is refused, on one line, however deep it is."""
+    """The first 100 characters of a refused value's repr."""
     try:
         return repr(value)[:100]
     except RecursionError:
@@ -83,11 +83,11 @@ def brief(value: object) -> str:
 
 
 ESCAPED = {code: chr(code).encode("unicode_escape").decode() for code in (*range(32), 127)}
-"""Control characters of what a client sent: a message that quotes it stays one line."""
+"""Escapes of control characters, so that a message with a client's text stays one line."""
 
 
 def without_id(sentence: str) -> str:
-    """What the engine says of a request, without its own id of it."""
+    """An engine's error message without the engine's request id."""
     return re.sub("^request '[^']*': ", "", sentence)
 
 

@@ -1,4 +1,4 @@
-"""What a server must know of an engine that it may not hold itself."""
+"""EngineFacts: facts about an engine for a server whose engine may be in another process."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvgraph.runtime.engine import Engine
 
 @dataclass(frozen=True, slots=True)
 class EngineFacts:
-    """An engine's limits, which do not change while it runs."""
+    """An engine's fixed limits."""
 
     vocab_size: int
     longest: int
@@ -23,11 +23,11 @@ class EngineFacts:
     prefix_caching: bool
     num_pages: int | None
     settings: PoolSettings | None = None
-    """How pages are told apart; None without a prefix cache."""
+    """Settings that the digests of pages depend on; None without a prefix cache."""
     routed_pages: int = 0
-    """Pages that routers are told of: those of the cache that keeps whole prefixes."""
+    """Number of pages that routers track: of the leaf that keeps whole prefixes."""
     window: int | None = None
-    """Of a model whose every layer has one, in tokens: its cache keeps no whole prefixes."""
+    """Window in tokens if every layer has one: the cache then keeps no whole prefixes."""
 
 
 def facts_of(engine: Engine) -> EngineFacts:
@@ -48,7 +48,7 @@ def facts_of(engine: Engine) -> EngineFacts:
 
 
 def longest_context(engine: Engine) -> int:
-    """Tokens of prompt and output that a request may have: of the model, and in the pool."""
+    """Most tokens of prompt and output that both the model and the pool allow a request."""
     low, high = 1, engine.model.max_seq_len
     chunk = engine.scheduler.max_batch_tokens
     while low < high:

@@ -1,4 +1,4 @@
-"""One request's generations: all its prompts, `n` times each, as one stream of events."""
+"""Generation: all prompts of one request, `n` times each, as one stream of events."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from kvgraph.serve.shapes import refused_part
 
 
 class Runner(Protocol):
-    """What runs requests: an AsyncEngine, or several."""
+    """Runs requests: an AsyncEngine, or several."""
 
     @property
     def is_closed(self) -> bool:
-        """Whether it takes no more."""
+        """Whether it accepts no more requests."""
 
     async def submit(
         self,
@@ -39,7 +39,7 @@ class Runner(Protocol):
         most_unread: int | None = None,
         news: asyncio.Event | None = None,
     ) -> TokenStream:
-        """As of `AsyncEngine.submit`."""
+        """Submit as `AsyncEngine.submit` does."""
 
 
 @dataclass(slots=True)
@@ -53,17 +53,17 @@ class Choice:
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     num_generated: int = 0
     is_queued: bool = True
-    """Whether it has no token yet, and has not ended."""
+    """Whether the choice has no token yet, and has not ended."""
     is_open: bool = True
-    """Whether the engine has it."""
+    """Whether the choice runs or waits in the engine."""
     has_started: bool = False
-    """Whether tokens of it were taken."""
+    """Whether tokens of the choice were taken."""
     is_over: bool = False
-    """Whether its last token was taken, or it was left."""
+    """Whether the last token was taken, or the choice was cancelled."""
     last_news: float = 0.0
-    """When its last tokens came, in seconds of `time.perf_counter`."""
+    """Time of the latest tokens, in seconds of `time.perf_counter`."""
     last_counted: float = 0.0
-    """The same, of those that were counted; at first that of its first tokens."""
+    """Time of the latest tokens that were counted; initially that of the first tokens."""
 
     @property
     def finish_reason(self) -> str | None:
@@ -71,10 +71,10 @@ class Choice:
 
 
 class Generation:
-    """Choices that run; `async for` gives those that have news: tokens since the last time.
+    """Runs choices; `async for` yields those with news: `tokens` since the last time.
 
-    `interval`: fewest tokens of a choice that are news, but for its first and its last. Leave it
-    with `close`: what has not ended is cancelled.
+    `interval`: fewest tokens of a choice that count as news, except its first and last ones. Call
+    `close` at the end: it cancels choices that have not ended.
     """
 
     def __init__(
@@ -90,14 +90,14 @@ class Generation:
     async def start(
         self, prompts: Sequence[list[int]], params: Sequence[SamplingParams], salt: bytes, most: int
     ) -> None:
-        """Submit each prompt with each of `params`; all of them or, with a ServeError, none.
+        """Submit each prompt with each of `params`: all of them, or none with a ServeError.
 
-        A prompt gets no more tokens than fit behind it; a limit that a client gives was checked.
-        `most`: unread tokens of a choice at which it is cancelled.
+        A prompt gets at most the tokens that fit after it; a client's own limit was checked before.
+        `most`: unread tokens at which a choice is cancelled.
         """
         each = [prompt for prompt in prompts for _ in params]
         self._admission.require_room(len(each), sum([len(prompt) for prompt in each]))
-        for prompt in each:  # it is in the queue while it is handed over, which may take a while
+        for prompt in each:  # count them as queued while they are submitted, which may take long
             self._admission.enter(len(prompt))
         parts = [
             self._place(number * len(params), prompt, params, salt, most)
@@ -126,7 +126,7 @@ class Generation:
         salt: bytes,
         most: int,
     ) -> None:
-        """One after another: the later ones find what is kept of the first."""
+        """Submit a prompt's choices in turn: the later ones reuse the first one's grammar."""
         for number, one in enumerate(params):
             fits = self._admission.fitting(one, prompt)
             stream = await self._runner.submit(
@@ -141,7 +141,7 @@ class Generation:
             self._metrics.submitted(len(prompt))
 
     def _give_up(self, each: Sequence[list[int]]) -> None:
-        """Those that run, and those that no engine has taken."""
+        """Undo `start`: close submitted choices, and uncount prompts that no engine has taken."""
         placed = {choice.index for choice in self.choices}
         for index, prompt in enumerate(each):
             if index not in placed:
@@ -150,7 +150,7 @@ class Generation:
         self.close()
 
     def _came(self, choice: Choice) -> None:
-        """The engine gave tokens; a slow reader of them keeps no other request waiting."""
+        """Note that tokens came, even unread ones: a slow reader must not hold up the queue."""
         choice.last_news = perf_counter()
         if choice.is_queued:
             choice.last_counted = choice.last_news
@@ -172,7 +172,7 @@ class Generation:
         return self
 
     async def __anext__(self) -> list[Choice]:
-        """Choices that have news, whose `tokens` are those since the last time."""
+        """Choices with news; `tokens` of each are those since the last time."""
         while True:
             fresh = [choice for choice in self.choices if choice.stream.has_news]
             if fresh:
@@ -204,7 +204,7 @@ class Generation:
             self._metrics.ended(choice.stream.stats, last.finish_reason)
 
     async def all_tokens(self) -> list[list[Token]]:
-        """Of each choice, once all have ended. ServeError where one failed on its own."""
+        """All tokens of each choice, once all have ended. ServeError if a choice failed."""
         found: dict[int, list[Token]] = {choice.index: [] for choice in self.choices}
         async for fresh in self:
             for choice in fresh:
@@ -215,9 +215,9 @@ class Generation:
         return list(found.values())
 
     def close(self) -> None:
-        """Cancel what has not ended. Idempotent."""
+        """Cancel choices that have not ended. Idempotent."""
         for choice in self.choices:
-            choice.stream.watch = None  # which leads back here: many tokens are freed at once
+            choice.stream.watch = None  # breaks a reference cycle: many tokens are freed at once
             if not choice.is_over:
                 choice.is_over = True
                 choice.stream.cancel()
@@ -226,19 +226,19 @@ class Generation:
                 self._metrics.ended(choice.stream.stats, "abort")
 
     def status_of(self, error: str) -> int:
-        """Of what a token says of its choice's failure: the request's own fault is its grammar."""
+        """HTTP status for the error of a choice; 400 if its own grammar is the cause."""
         if NOT_FOLLOWED in error:
             return 400
         return 503 if self._runner.is_closed else 500
 
     @property
     def was_lost(self) -> bool:
-        """Whether a choice could not go on where it ran, and may be asked for again."""
+        """Whether a choice's replica failed, so that a retry may succeed."""
         return any(choice.stream.was_lost for choice in self.choices)
 
     @property
     def prompt_tokens(self) -> int:
-        """Each prompt counts once, however many choices it has."""
+        """Tokens of all prompts; each prompt counts once, even with several choices."""
         prompts = {id(choice.prompt): len(choice.prompt) for choice in self.choices}
         return sum(prompts.values())
 
@@ -255,7 +255,7 @@ class Generation:
 
 
 async def _refusal(error: Exception, params: SamplingParams) -> ServeError:
-    """All params of a request have one origin."""
+    """The ServeError for `error`. All params of a request have the same shape."""
     if not isinstance(params, ShapedParams):
         return refusal(error)
     part = None
@@ -265,5 +265,5 @@ async def _refusal(error: Exception, params: SamplingParams) -> ServeError:
 
 
 def salt_of(text: str | None) -> bytes:
-    """Prefixes are shared among requests of one salt."""
+    """The cache salt of `text`: only requests of one salt share prefixes."""
     return hashlib.sha256(text.encode()).digest() if text else b""

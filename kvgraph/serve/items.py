@@ -1,6 +1,6 @@
-"""The body of /v1/responses: items, and the chat that they are.
+"""The body of /v1/responses: items, converted to a chat.
 
-Nothing is kept between requests, so what names something that was kept is refused.
+The server stores nothing between requests, so references to stored objects are refused.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from kvgraph.serve.protocol import ChatRequest, Count, Ignored, Sampled
 from kvgraph.serve.shapes import refused
 
 LOGPROBS = "message.output_text.logprobs"
-"""In `include`; its other values ask for parts of items that a server like this never has."""
+"""Value of `include` for log-probabilities; other values request items that never occur here."""
 
 TEXTS = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}
-"""Types of parts that are text, and the field that has it."""
+"""Types of text parts, each with the field that has the text."""
 
 
 class TextConfig(Struct, forbid_unknown_fields=True):
@@ -48,13 +48,13 @@ class ResponseRequest(Sampled, forbid_unknown_fields=True, kw_only=True):
     chat_template_kwargs: JsonObject | None = None
     background: bool | None = None
     truncation: Literal["disabled"] | None = None
-    # OpenAI's, without effect here
+    # OpenAI's fields that have no effect here
     access_programs: Ignored = None
     background_options: Ignored = None
     image: Ignored = None
     max_tool_calls: Ignored = None
     parallel_tool_calls: Ignored = None
-    # OpenAI's, which would change the answer: null alone is taken
+    # OpenAI's fields that would change the answer: only null is accepted
     context_management: None = None
     conversation: None = None
     previous_response_id: None = None
@@ -76,7 +76,7 @@ class ResponseChat(ChatRequest, forbid_unknown_fields=True, kw_only=True):
 
 
 class Chat:
-    """The chat that a request asks for. ServeError of what is OpenAI's and not here."""
+    """Converts a request to a chat. ServeError for OpenAI's features that are not supported."""
 
     def __init__(self, given: ResponseRequest) -> None:
         if given.num_each > 1:
@@ -85,7 +85,7 @@ class Chat:
             raise refused("background", "false", "true")
         self._messages: list[JsonObject] = []
         self._origins: list[str] = []
-        """Of each message, the field that it is of."""
+        """The request field that each message comes from."""
         if given.instructions is not None:
             self._add("instructions", "system", given.instructions)
         if isinstance(given.input, str):
@@ -110,7 +110,7 @@ class Chat:
         )
 
     def renamed(self, error: ServeError) -> ServeError:
-        """What is refused of the chat, under the names of the request's own fields."""
+        """Rename the chat's fields in `error` to those of the request; return `error`."""
         error.message = self._own_name(error.message)
         error.args = (error.message,)
         error.param = error.param and self._own_name(error.param)
@@ -140,12 +140,12 @@ class Chat:
         elif kind == "function_call_output":
             content = _content(f"{origin}.output", item.get("output"))
             self._add(origin, "tool", content, tool_call_id=_text(origin, item, "call_id"))
-        elif kind != "reasoning":  # which is of the model that wrote it
+        elif kind != "reasoning":  # dropped: it is specific to the model that wrote it
             expected = "message, function_call, function_call_output or reasoning"
             raise refused(f"{origin}.type", expected, brief(kind))
 
     def _add_call(self, origin: str, item: JsonObject) -> None:
-        """To the assistant's message before it, as a chat has it."""
+        """Add a call to the assistant message before it, as chats require."""
         function = {name: _text(origin, item, name) for name in ("name", "arguments")}
         call = {"id": _text(origin, item, "call_id"), "type": "function", "function": function}
         if not self._messages or self._messages[-1]["role"] != "assistant":
@@ -179,7 +179,7 @@ def _text(where: str, of: JsonObject, name: str) -> str:
 
 
 def _format_of_chat(given: JsonObject) -> JsonObject:
-    """One without a schema stays as it is, to be refused."""
+    """Convert a text format; one without a schema stays unchanged, and is refused later."""
     if given.get("type") != "json_schema" or not isinstance(given.get("schema"), dict):
         return given
     return {"type": "json_schema", "json_schema": _but_type(given)}
@@ -192,7 +192,7 @@ def _tool_of_chat(given: JsonObject) -> JsonObject:
 
 
 def _choice_of_chat(given: str | JsonObject | None) -> str | JsonObject | None:
-    """One that is no choice stays as it is, to be refused."""
+    """Convert a tool choice; an invalid one stays unchanged, and is refused later."""
     if not isinstance(given, dict):
         return given
     if given.get("type") == "allowed_tools" and isinstance(given.get("tools"), list):

@@ -1,4 +1,4 @@
-"""A request that is understood: what is to be generated, and what the answer says with it."""
+"""Job: a parsed request, with the data that its answer needs."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ class Echo:
 
     text: str = ""
     offsets: Sequence[int] = ()
-    """Where each token of the prompt begins in `text`, where log-probabilities are asked for."""
+    """Start of each prompt token in `text`; empty unless log-probabilities are requested."""
     decode: Callable[[list[int]], str] | None = None
-    """The text of token ids, where those of the prompt end inside a character: what is generated
-    may begin with all of it."""
+    """Decodes token ids; set if the prompt ends inside a character, which the first generated
+    tokens may complete."""
 
 
 @dataclass(slots=True)
 class Job:
-    """`prompts`, each generated for with each of `params`."""
+    """Generates for each of `prompts` with each of `params`."""
 
     kind: str
     """Beginning of the answer's id."""
@@ -42,16 +42,16 @@ class Job:
     spell: Spelling
     logprobs: bool
     echo: list[Echo] | None = None
-    """Of each prompt, where the answer repeats it."""
+    """Echo of each prompt, if the answer repeats prompts."""
     drops_output: bool = False
-    """Whether only the prompt was asked for."""
+    """Whether the client asked for no output (max_tokens 0), only for the prompt."""
     tools: Tools | None = None
     counts_in_frames: bool = False
-    """Whether each frame of a stream tells the usage so far."""
+    """Whether each frame of a stream has the usage so far."""
     texts: Sequence[Any] = ()
-    """What was given, for the log."""
+    """The prompts as the client sent them, for the log."""
     name: str = field(default_factory=lambda: uuid.uuid4().hex)
-    """Of the request, which may be the client's own."""
+    """Request id, which the client may set."""
     created: int = field(default_factory=lambda: int(time.time()))
 
     @property
@@ -59,7 +59,7 @@ class Job:
         return self.kind + self.name
 
     def num_scores(self, tokens: int) -> int:
-        """Log-probabilities that the answer has of so many tokens."""
+        """Number of log-probabilities in an answer of `tokens` tokens."""
         return tokens * (1 + (self.params[0].logprobs or 0)) if self.logprobs else 0
 
     def head(self, kind: str) -> dict[str, object]:
@@ -67,7 +67,7 @@ class Job:
 
 
 def usage_so_far(job: Job, generation: Generation) -> dict[str, object]:
-    """What a frame of a stream carries too, where it is asked for."""
+    """The `usage` field of a stream's frame; empty unless the client asked for it."""
     if not job.counts_in_frames:
         return {}
     return {"usage": usage_of(generation, drops_output=job.drops_output)}
@@ -81,10 +81,10 @@ def require_output_room(
     prompt_field: str = "prompt",
     limit_field: str = "max_tokens",
 ) -> int:
-    """Tokens to generate behind `prompt`: `wanted`, or all that fit.
+    """Number of tokens to generate after `prompt`: `wanted`, or all that fit.
 
-    ServeError with both numbers where they never do, about the one of `prompt_field` and
-    `limit_field` that is too much.
+    ServeError with both numbers if they do not fit; its param is `prompt_field` or `limit_field`,
+    by the one that is too large.
     """
     if wanted is not None and wanted < 1:
         raise ServeError(400, f"{limit_field}: expected >= 1, got {wanted}", param=limit_field)

@@ -1,4 +1,4 @@
-"""What the pool of a server holds, told to routers over ZeroMQ in vLLM's format of KV events.
+"""Publishes changes of a server's prefix cache to routers over ZeroMQ, as vLLM's KV events.
 
     PUB     [topic, sequence (8 bytes, big-endian), batch]        one message after a step
     ROUTER  <- [sequence to begin with]   -> [b"", sequence, batch] ..., [b"", END, b""]
@@ -8,7 +8,7 @@ layout is that of vLLM 0.25's `BlockStored`, `BlockRemoved` and `AllBlocksCleare
 (vllm/distributed/kv_events.py). A block's hash is the last 64 bits of its page's digest, which is
 the same in every process.
 
-A thread of its own sends and answers; the engine's thread hands over what happened.
+A separate thread sends and answers; the engine's thread only queues events.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ if TYPE_CHECKING:
 
 END = (-1).to_bytes(8, "big", signed=True)
 KEPT = 10_000
-"""Batches that a subscriber may ask for again."""
+"""Number of recent batches that a subscriber can request again."""
 
 POLL_MILLISECONDS = 20
-"""How long an event waits at most for the thread, which waits for questions meanwhile."""
+"""Longest time that an event waits while the thread polls for replay requests."""
 
 LINGER_MILLISECONDS = 200
-"""For subscribers to take what was sent before the end."""
+"""Time in which subscribers can still receive sent messages at shutdown."""
 
 
 class BlockStored(msgspec.Struct, array_like=True, tag=True):
@@ -67,7 +67,7 @@ class Batch(msgspec.Struct, array_like=True):
 
 
 class KVEventPublisher:
-    """Binds `endpoint` ("tcp://*:5557"), and `replay` where it is given.
+    """Publishes events at `endpoint` ("tcp://*:5557"), and answers at `replay` if it is given.
 
     MissingDependencyError without pyzmq; RequestError for an endpoint that cannot be bound.
     """
@@ -98,7 +98,7 @@ class KVEventPublisher:
         made: zmq.Socket[bytes] = self._context.socket(kind)
         self._sockets.append(made)
         if kind == self._zmq.ROUTER:
-            made.sndhwm = KEPT + 1  # an answer, whole: a ROUTER drops what goes beyond
+            made.sndhwm = KEPT + 1  # room for a whole answer: a ROUTER drops messages beyond
         if _is_taken(endpoint):
             raise RequestError(
                 f"{flag}: expected an endpoint of this server alone, got {endpoint!r}, where "
@@ -119,12 +119,12 @@ class KVEventPublisher:
         self._context.term()
 
     def publish(self, events: list[Event]) -> None:
-        """Hand over what happened in a step; costs no more than a queue's put."""
+        """Queue the events of a step; this costs a queue's put."""
         if events:
             self._queue.put((time.time(), events))
 
     def close(self) -> None:
-        """Send what was handed over, and let go of the endpoints. Idempotent."""
+        """Send all queued events, and close the endpoints. Idempotent."""
         if self._thread.is_alive():
             self._queue.put(None)
             self._thread.join()
@@ -157,7 +157,7 @@ class KVEventPublisher:
     def _blocks(
         self, events: Sequence[Event]
     ) -> list[BlockStored | BlockRemoved | AllBlocksCleared]:
-        """Pages that follow each other, stored one after the other, are one event."""
+        """Convert events to vLLM's; consecutive pages of one prefix become one event."""
         made: list[BlockStored | BlockRemoved | AllBlocksCleared] = []
         before: Event | None = None
         for event in events:
@@ -189,7 +189,7 @@ class KVEventPublisher:
 
 
 def _is_taken(endpoint: str) -> bool:
-    """Whether somebody listens at a path: ZeroMQ would take the path from them."""
+    """Whether another process listens at an ipc path: ZeroMQ would silently replace it."""
     scheme, _, path = endpoint.partition("://")
     if scheme != "ipc":
         return False
@@ -207,7 +207,7 @@ def _encoded(topic: str) -> bytes:
 
 
 def block_hash(digest: bytes) -> int:
-    """The last 64 bits, which routers hold as an unsigned integer."""
+    """The last 64 bits of a page's digest, as the unsigned integer that routers use."""
     return int.from_bytes(digest[-8:], "big")
 
 

@@ -1,4 +1,4 @@
-"""A process that serves answers while its engine computes: what that asks of Python and Linux."""
+"""Settings of Python and Linux that keep the event loop responsive while the engine computes."""
 
 from __future__ import annotations
 
@@ -17,38 +17,39 @@ from kvgraph.runtime.async_engine import AsyncEngine
 T = TypeVar("T")
 
 MAKING = "kvgraph-make"
-"""Name of a thread."""
+"""Name of the threads of `make_behind`."""
 
 SWITCH_SECONDS = 0.0005
-"""How long a thread keeps Python's lock while another waits for it. At Python's own 5 ms a busy
-event loop would add a tenth to a step of 50 ms, as the engine's thread needs it between steps."""
+"""Time after which a thread must release Python's lock if another waits for it. With Python's 5 ms
+a busy event loop would add a tenth to a step of 50 ms, as the engine needs the lock between steps.
+"""
 
 
 def share_python() -> None:
-    """The event loop and the engine's thread take short turns at Python's lock."""
+    """Make the event loop and the engine's thread alternate at Python's lock in short turns."""
     sys.setswitchinterval(SWITCH_SECONDS)
 
 
 def keep_heap() -> None:
-    """What lives until the process ends is not searched for garbage again: each search of all of
-    it stops the event loop and the engine for 45 ms."""
+    """Exclude all objects that live now from garbage collection: a full collection of them stops
+    the event loop and the engine for 45 ms."""
     gc.collect()
     gc.freeze()
 
 
 def free_heap() -> None:
-    """Before the process ends: libraries tell on stderr of what Python's own end does not free."""
+    """Undo `keep_heap` before the process ends: libraries report unfreed objects on stderr."""
     gc.unfreeze()
 
 
 async def make_behind(
     make: Callable[[], T], nice: int, drop: Callable[[T], object] = lambda made: None
 ) -> T:
-    """What `make` returns. It runs in a thread of its own with this niceness, which threads that it
-    starts (those that compute) inherit.
+    """Run `make` in a new thread with a higher niceness, and return its result.
 
-    The end of the process does not wait for that thread. `drop` takes what is made when the caller
-    has left.
+    `nice`: added niceness, which threads that `make` starts (those that compute) inherit.
+    `drop`: called with the result if the caller has left. The process ends without waiting for the
+    thread.
     """
     loop = asyncio.get_running_loop()
     made: asyncio.Future[T] = loop.create_future()
@@ -81,18 +82,20 @@ async def make_behind(
 
 
 def is_making() -> bool:
-    """Whether a `make` of `make_behind` runs, its caller there or not."""
+    """Whether a thread of `make_behind` runs, even if its caller has left."""
     return any(thread.name == MAKING for thread in threading.enumerate())
 
 
 async def step_behind(engine: AsyncEngine, nice: int) -> None:
-    """The engine's thread goes behind the event loop's, but before those that only compute: it
-    holds Python's lock between two steps, and none of them may keep the processor from it then."""
+    """Give the engine's thread a niceness between the event loop's and the compute threads'.
+
+    It holds Python's lock between two steps; compute threads must not preempt it then."""
     await engine.call(lambda _: _add_niceness(nice // 2))
 
 
 def _add_niceness(nice: int) -> None:
-    """To the calling thread, and to those that it starts from now on. See sched(7): niceness is a
-    thread's on Linux alone, elsewhere the whole process's."""
+    """Add niceness to the calling thread, and to threads that it starts later.
+
+    See sched(7): niceness is per thread only on Linux, so other systems are left unchanged."""
     if nice and sys.platform == "linux":
         os.setpriority(os.PRIO_PROCESS, 0, min(19, os.getpriority(os.PRIO_PROCESS, 0) + nice))

@@ -1,7 +1,7 @@
-"""What the engine is doing, as its thread says after each step; and which requests may follow.
+"""Measures the engine's load after each step, and decides which requests are admitted.
 
-Decisions are made on the event loop, before any header is sent: from the last snapshot, less what
-was handed over since. The engine's own `alloc` has the last word; nothing is scheduled here.
+Decisions are made on the event loop before any header is sent, from the last measurement and the
+requests that were submitted since. Nothing is scheduled here: the engine itself allocates pages.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ SMOOTHING = 0.1
 
 MOST_RETRY_SECONDS = 60
 UNKNOWN_PREFILL_RATE = 500.0
-"""Tokens/s before any prompt was computed."""
+"""Assumed tokens/s before any prompt was computed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """An engine at the end of a step."""
+    """Measurements of an engine at the end of a step."""
 
     stats: EngineStats
     prefill_rate: float | None = None
-    """Tokens/s of prompts, in steps that had any; None before the first."""
+    """Prompt tokens/s, in steps with prompts; None before the first."""
     finish_seconds: float = 0.0
-    """Between the ends of two requests, without the time that the engine was idle; 0 before the
+    """Seconds between the ends of two requests, without the engine's idle time; 0 before the
     first."""
     step_seconds: float = 0.0
 
@@ -48,14 +48,14 @@ class LoadMeter:
         self._began = self._last_end = perf_counter()
 
     def before_step(self) -> None:
-        """In the engine's thread."""
+        """Note the start of a step. Call it in the engine's thread."""
         self._began = perf_counter()
         before = self.load.stats
-        if not before.num_running and not before.num_waiting:  # it was idle until now
+        if not before.num_running and not before.num_waiting:  # the engine was idle
             self._last_end = self._began
 
     def after_step(self, tokens: Sequence[Token]) -> None:
-        """In the engine's thread."""
+        """Measure the step that ended. Call it in the engine's thread."""
         now, old, stats = perf_counter(), self.load, self._engine.stats()
         seconds = now - self._began
         computed = _computed(stats) - _computed(old.stats)
@@ -76,7 +76,7 @@ def _computed(stats: EngineStats) -> int:
 
 
 class Admission:
-    """Counts what was handed to the engine and has no token yet: the queue."""
+    """Counts open requests, and those without a token yet: the queue."""
 
     def __init__(self, facts: EngineFacts, options: ServeOptions, load: Callable[[], Load]) -> None:
         self._load = load
@@ -85,7 +85,7 @@ class Admission:
         self._most_requests = options.max_queued_requests
         self._given_tokens = options.max_queued_tokens
         self.num_engines = 1
-        """Alike, and all behind this queue."""
+        """Number of equal engines behind this queue."""
         self.num_open = 0
         self.num_queued = 0
         self.queued_tokens = 0
@@ -101,10 +101,10 @@ class Admission:
         return 16 * self._facts.max_batch_tokens * self.num_engines
 
     def require_room(self, count: int, tokens: int) -> None:
-        """A ServeError (429) where `count` more requests of `tokens` tokens do not fit the queue.
+        """Raise ServeError (429) if `count` requests of `tokens` tokens do not fit the queue.
 
-        What an empty queue cannot hold is let through while none waits and a row is free: it is
-        refused by its size, or never.
+        Requests too large for an empty queue pass while none waits and a row is free: otherwise
+        they would never be admitted.
         """
         is_busy = self.num_queued or self.num_open >= self._rows
         too_many = is_busy and self.num_open + count > self._rows + self._most_requests
@@ -119,11 +119,11 @@ class Admission:
             )
 
     def fitting(self, params: SamplingParams, prompt: Sequence[int]) -> SamplingParams:
-        """`params` with as many tokens as fit behind `prompt`, which itself fits."""
+        """`params` with `max_new_tokens` cut to what fits after `prompt`, which itself fits."""
         return params._within(self._facts.longest - len(prompt))
 
     def retry_after(self, count: int, tokens: int) -> int:
-        """Whole seconds until the request may fit: prompts are computed, rows end, pages free."""
+        """Whole seconds until the request may fit, by the rates of prefill and ended requests."""
         load = self._load()
         prefill = max(0, self.queued_tokens + tokens - self._most_tokens) / (
             load.prefill_rate or UNKNOWN_PREFILL_RATE
@@ -142,7 +142,7 @@ class Admission:
         self.queued_tokens += tokens
 
     def start(self, tokens: int) -> None:
-        """It has its first token, or ends without one."""
+        """Uncount a queued request that got its first token, or ended without one."""
         self.num_queued -= 1
         self.queued_tokens -= tokens
 

@@ -1,4 +1,4 @@
-"""One line of JSON for each request, on stderr."""
+"""Logs one line of JSON for each request, on stderr."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from kvgraph.serve.jobs import Job
 def log_request(
     path: str, status: int, job: Job, generation: Generation, started: float, prompts: bool
 ) -> None:
-    """Times in seconds; no text of a prompt unless `prompts`."""
+    """Log a generation. Times are in seconds; texts of prompts are included only if `prompts`."""
     first = generation.choices[0].stream.stats if generation.choices else None
     line: dict[str, object] = {
         "time": round(time.time(), 3),
@@ -38,10 +38,9 @@ def log_request(
 
 
 def log_answer(path: str | None, status: int, request_id: str = "") -> None:
-    """Of a request that generates nothing, or was refused before anything of it was known; the
-    answer says why.
+    """Log a request that generates nothing, or was refused early; the answer has the reason.
 
-    `path`: None where its head was refused.
+    `path`: None if the head was refused.
     """
     line: dict[str, object] = {"time": round(time.time(), 3)}
     if is_request_id(request_id):
@@ -50,11 +49,11 @@ def log_answer(path: str | None, status: int, request_id: str = "") -> None:
 
 
 REQUEST_ID = "x-request-id"
-"""Header of a request and its answer: the client's own id, or else one that is made here."""
+"""Header with the request's id, in request and answer: the client's, or one that is made here."""
 
 
 def is_request_id(text: str) -> bool:
-    """Whether a client's id is taken as it is."""
+    """Whether a client's request id is accepted unchanged."""
     return bool(VISIBLE.fullmatch(text))
 
 
@@ -62,12 +61,12 @@ VISIBLE = re.compile("[!-~]{1,128}")
 
 
 class LinesOfOthers(logging.Handler):
-    """What libraries log, as lines of JSON too."""
+    """Logs the messages of libraries as lines of JSON too."""
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
             message = record.getMessage().strip()
-        except Exception:  # arguments that its text has no place for: a library's mistake
+        except Exception:  # the library's arguments do not match its format
             message = str(record.msg)
         line: dict[str, object] = {
             "time": round(record.created, 3),
@@ -80,12 +79,12 @@ class LinesOfOthers(logging.Handler):
 
 
 def write_line(line: dict[str, object]) -> None:
-    """A reader of the log that has gone, or was never there, costs no answer, and no drain."""
+    """Write a line to stderr. A missing or closed reader of the log causes no error."""
     if sys.stderr is None:
         return
     with suppress(OSError, ValueError):
         try:
             sys.stderr.write(encoded(line).decode() + "\n")
-        except BrokenPipeError:  # Python would write it again as it ends, and exit with 120
+        except BrokenPipeError:  # at exit Python would flush it again, and return status 120
             with open(os.devnull, "wb") as nowhere:
                 os.dup2(nowhere.fileno(), sys.stderr.fileno())

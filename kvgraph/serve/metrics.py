@@ -38,11 +38,11 @@ HISTOGRAMS = {
     "request_prefill_time_seconds": REQUEST,
     "request_decode_time_seconds": REQUEST,
 }
-"""Name behind the prefix -> upper bounds in seconds."""
+"""Upper bounds in seconds of each histogram, by its name without the prefix."""
 
 
 class Buckets:
-    """A histogram's counts. One observation costs a bisection: a token is one."""
+    """Counts of a histogram. An observation costs one bisection, as each token is observed."""
 
     __slots__ = ("_bounds", "_counts", "_sum")
 
@@ -52,7 +52,7 @@ class Buckets:
         self._sum = 0.0
 
     def observe(self, seconds: float | None, count: int = 1) -> None:
-        """`count` of `seconds` each; nothing where it is not known."""
+        """Add `count` observations of `seconds` each; nothing if `seconds` is None."""
         if seconds is not None:
             self._counts[bisect_left(self._bounds, seconds)] += count
             self._sum += seconds * count
@@ -68,7 +68,7 @@ class Buckets:
 
 
 class Metrics(Collector):
-    """Counts of one server. The names are `<prefix><name>{model_name="..."}`."""
+    """Metrics of one server, named `<prefix><name>{model_name="..."}`."""
 
     def __init__(
         self, prefix: str, model: str, facts: EngineFacts, stats: Callable[[], EngineStats]
@@ -91,7 +91,7 @@ class Metrics(Collector):
         self._prompt_tokens += prompt_tokens
 
     def first_tokens(self, stats: RequestStats, count: int, seconds: float) -> None:
-        """The first `count` tokens of a request came, in so many seconds from the first one on."""
+        """Count the first `count` tokens of a request; `seconds`: from the first to the last."""
         self._seconds["time_to_first_token_seconds"].observe(stats.first_token_seconds)
         self._seconds["request_queue_time_seconds"].observe(stats.queue_seconds)
         self._seconds["request_prefill_time_seconds"].observe(stats.prefill_seconds)
@@ -100,7 +100,7 @@ class Metrics(Collector):
             self.next_tokens(count - 1, seconds)
 
     def next_tokens(self, count: int, seconds: float) -> None:
-        """`count` tokens of one request came, `seconds` after those before them."""
+        """Count `count` tokens of a request, which came `seconds` after the previous ones."""
         if count:
             self._generation_tokens += count
             self._between.observe(seconds / count, count)
@@ -131,7 +131,7 @@ class Metrics(Collector):
 
 
 class _EngineCollector(Collector):
-    """What the engine's last snapshot says, read when somebody asks."""
+    """Metrics of the engine's last measurement, read on request."""
 
     def __init__(
         self, prefix: str, model: str, facts: EngineFacts, stats: Callable[[], EngineStats]

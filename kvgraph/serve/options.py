@@ -1,4 +1,4 @@
-"""What a server allows."""
+"""ServeOptions: settings and limits of a server."""
 
 from __future__ import annotations
 
@@ -7,39 +7,40 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class ServeOptions:
-    """Limits of a server, and whom it serves.
+    """Settings and limits of a server.
 
-    Requests wait in a queue of at most `max_queued_requests` behind those that the engine's batch
-    has rows for, and of at most `max_queued_tokens` tokens of prompts (None: 16 steps of prefill).
+    Requests wait in a queue after those that have a row in the engine's batch. It holds at most
+    `max_queued_requests`, with at most `max_queued_tokens` prompt tokens (None: 16 steps of
+    prefill).
     """
 
     max_queued_requests: int = 64
     max_queued_tokens: int | None = None
     api_keys: tuple[str, ...] = ()
-    """One of them is asked of every request but those for /, /health and /ready; none: no key."""
+    """Accepted keys; required for all paths but /, /health and /ready. Empty: no key is needed."""
     drain_seconds: float = 30.0
-    """How long running requests may go on after SIGTERM."""
+    """Time for which running requests continue after SIGTERM."""
     metrics_prefix: str = "kvgraph:"
     log_prompts: bool = False
     uses_generation_config: bool = True
-    """Whether the artifact's generation_config.json says how a request is sampled that does not."""
+    """Whether generation_config.json of the artifact sets the defaults of sampling."""
     allowed_origins: tuple[str, ...] = ()
-    """Origins whose pages a browser lets ask (CORS); `*`: all."""
+    """Origins from which browsers may send requests (CORS); `*`: all."""
     max_body_bytes: int = 4 << 20
     max_choices: int = 128
-    """Of one request: its prompts times `n`."""
+    """Most choices of one request: its prompts times `n`."""
     stream_interval: int = 1
-    """Fewest new tokens of a stream's frame, but for its first one and its last."""
+    """Fewest new tokens of a stream's frame, except its first and last ones."""
     max_unread_tokens: int = 4096
-    """A stream whose reader is more tokens behind is cancelled, as of `AsyncEngine.submit`."""
+    """Unread tokens above which a stream is cancelled, as in `AsyncEngine.submit`."""
     send_seconds: float = 60.0
-    """A connection that takes nothing of its answer for so long is closed."""
+    """Time after which a connection is closed if the client takes nothing of its answer."""
     receive_seconds: float = 60.0
-    """A request is refused whose head is not whole by then, or of whose body nothing comes."""
+    """Time limit for a request's whole head, and between two pieces of its body."""
     nice: int = 0
-    """How far the threads that compute stand behind the event loop's, in Linux's niceness."""
+    """Niceness (Linux) of compute threads relative to the event loop's thread."""
     kv_events: str | None = None
-    """ZeroMQ endpoint on which the pool's pages are told to routers."""
+    """ZeroMQ endpoint at which changes of the pool's pages are published to routers."""
     kv_events_replay: str | None = None
-    """Endpoint at which they ask for what they missed."""
+    """Endpoint at which routers request missed events."""
     kv_events_topic: str = "kv-events"

@@ -1,7 +1,6 @@
-"""The bodies of requests: OpenAI's fields, and vLLM's for what OpenAI has not.
+"""Types of request bodies: OpenAI's fields, and vLLM's where OpenAI has none.
 
-A field that is not listed is refused. Fields that OpenAI has and that change nothing here are
-listed as such (`Ignored`).
+Unlisted fields are refused. OpenAI's fields without effect here have type `Ignored`.
 """
 
 from __future__ import annotations
@@ -33,10 +32,10 @@ class StreamOptions(Struct, forbid_unknown_fields=True):
 
 
 class Sampled(Struct, forbid_unknown_fields=True, kw_only=True):
-    """What both kinds of completion share."""
+    """Fields that all requests for generation share."""
 
     model: str | None = None
-    """Any text: a server has one model."""
+    """Any text is accepted, since a server has one model."""
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     temperature: float | None = None
@@ -58,7 +57,7 @@ class Sampled(Struct, forbid_unknown_fields=True, kw_only=True):
     priority: Ignored = None
     request_id: Ignored = None
     guided_decoding_backend: Ignored = None
-    # vLLM's, of which what changes nothing is taken
+    # vLLM's; only values without effect are accepted
     skip_special_tokens: object = None
     spaces_between_special_tokens: object = None
     add_special_tokens: object = None
@@ -90,10 +89,10 @@ class Sampled(Struct, forbid_unknown_fields=True, kw_only=True):
     web_search_options: None = None
 
     adds_special_tokens: ClassVar[bool] = False
-    """To a prompt, without being asked."""
+    """Whether prompts get special tokens by default."""
 
     def require_plain(self) -> None:
-        """ServeError of vLLM's fields that would change the answer."""
+        """Raise ServeError for vLLM's fields with values that would change the answer."""
         for name, plain in (*PLAIN, ("add_special_tokens", self.adds_special_tokens)):
             given = getattr(self, name)
             if given is not None and given != plain:
@@ -114,16 +113,16 @@ PLAIN: tuple[tuple[str, object], ...] = (
     ("use_beam_search", False),
     ("length_penalty", 1.0),
 )
-"""Fields of vLLM's, and the value that changes nothing."""
+"""vLLM's fields, each with the value that has no effect."""
 
 
 class Formatted(Sampled, forbid_unknown_fields=True, kw_only=True):
     format_field: ClassVar[str] = "response_format"
-    """Name of that field where the request has another one."""
-    response_format: JsonObject | None = None  # of a completion vLLM's
+    """Name of the client's field for `response_format`."""
+    response_format: JsonObject | None = None  # in completions an extension of vLLM's
 
     def schema(self) -> JsonObject | None:
-        """What a `response_format` asks for; ServeError for one that is not read."""
+        """The schema of `response_format`; ServeError for an unsupported format."""
         given = self.response_format
         return None if given is None else schema_of_format(self.format_field, given)
 
@@ -151,7 +150,7 @@ class CompletionRequest(Formatted, forbid_unknown_fields=True, kw_only=True):
         return [ids]
 
     def require_supported(self) -> None:
-        """ServeError of what is OpenAI's, or vLLM's, and not here."""
+        """Raise ServeError for fields of OpenAI or vLLM that are not supported here."""
         self.require_plain()
         if self.suffix:
             raise ServeError(400, "suffix: expected none, got a text", param="suffix")
@@ -181,13 +180,13 @@ class ChatRequest(Formatted, forbid_unknown_fields=True, kw_only=True):
     verbosity: Ignored = None
 
     def template_variables(self) -> JsonObject | None:
-        """`chat_template_kwargs`, with `reasoning_effort` where they do not have it."""
+        """`chat_template_kwargs`, plus `reasoning_effort` unless they contain it."""
         if self.reasoning_effort is None:
             return self.chat_template_kwargs
         return {"reasoning_effort": self.reasoning_effort} | (self.chat_template_kwargs or {})
 
     def require_supported(self) -> None:
-        """ServeError of what is OpenAI's, or vLLM's, and not here."""
+        """Raise ServeError for fields of OpenAI or vLLM that are not supported here."""
         self.require_plain()
         others = [kind for kind in self.modalities or () if kind != "text"]
         if others:
@@ -205,7 +204,7 @@ REQUEST_FIELDS = {
     *[f"structured_outputs.{name}" for name in StructuredOutputs.__struct_fields__],
     "text.format",  # of /v1/responses
 }
-"""Names that a client may have sent: an error's `param` is one of them."""
+"""Names of fields that clients send: an error's `param` is one of them."""
 
 
 class TokenizeRequest(Struct, forbid_unknown_fields=True):
@@ -234,7 +233,7 @@ OF_CHATS = (
 """Fields of a TokenizeRequest that a ChatRequest has too."""
 
 OF_BOTH = ("add_special_tokens", "add_generation_prompt")
-"""Those of them that a prompt may have next to it; the others go with messages alone."""
+"""Fields among OF_CHATS that are allowed with a prompt; the others need messages."""
 
 
 class DetokenizeRequest(Struct, forbid_unknown_fields=True):
@@ -252,11 +251,11 @@ HINTS = {
     "previous_response_id": NOT_KEPT,
     "conversation": NOT_KEPT,
 }
-"""What a refusal of one of OpenAI's fields says too."""
+"""Hints in the error messages for some of OpenAI's fields, by field."""
 
 
 def decoded(body: bytes, kind: type[Body]) -> Body:
-    """The body of a request, whose types are those of `kind`; a ServeError names what is not."""
+    """Decode a body as `kind`; ServeError names the field of a wrong type."""
     try:
         return msgspec.json.decode(body, type=kind)
     except msgspec.ValidationError as error:
@@ -274,15 +273,16 @@ ESCAPES = re.compile(
     rb"|(u[dD][89a-fA-F][0-9a-fA-F]{2})|.)",
     re.DOTALL,
 )
-"""Those of a body; the group is half of a surrogate pair."""
+"""Escape sequences in a body; the group matches half of a surrogate pair."""
 
 
 MOST_SEARCHED = 1 << 16
-"""Bytes of a body that is no JSON: about 4 ms."""
+"""Most bytes of an invalid body that are searched for bad escapes: about 4 ms."""
 
 
 def _why_not_json(body: bytes, error: str) -> str:
-    """The parser says of an empty body, and of half a pair, that the data were truncated."""
+    """The reason for invalid JSON. The parser only reports "truncated" for an empty body or half
+    of a surrogate pair."""
     if not body:
         return "expected JSON, got an empty body"
     if len(body) <= MOST_SEARCHED and any(escape[1] for escape in ESCAPES.finditer(body)):
@@ -291,7 +291,7 @@ def _why_not_json(body: bytes, error: str) -> str:
 
 
 def _field(message: str) -> str | None:
-    """The field of msgspec's "... - at `$.field[0]`", or one that is not known."""
+    """The field in msgspec's message "... - at `$.field[0]`", or the unknown field it names."""
     _, found, path = message.partition("at `$.")
     if found:
         return path.rstrip("`").split(".")[0].split("[")[0]
@@ -300,4 +300,4 @@ def _field(message: str) -> str | None:
 
 
 UNKNOWN = re.compile("Object contains unknown field `(.*)`$")
-"""What msgspec says of a field of the body itself."""
+"""msgspec's message about an unknown field of the body itself."""

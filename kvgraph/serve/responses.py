@@ -1,7 +1,7 @@
-"""/v1/responses: items, and the answer: a message, or a call of a tool.
+"""/v1/responses: converts items to a job, and its output to a message or a call of a tool.
 
-The events of a stream are those that OpenAI's reference lists; each is one frame, and the last has
-the whole response.
+The events of a stream are those of OpenAI's reference; each is one frame, and the last one has the
+whole response.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from kvgraph.serve.service import Service
 Scores = list[TokenLogprobs | None]
 
 DONE, CUT, RUNS = "completed", "incomplete", "in_progress"
-"""Statuses."""
+"""Statuses of a response and its items."""
 
 EMPTY = Raw(b"[]")
 
 
 async def response_job(service: Service, given: ResponseRequest) -> Job:
-    """ServeError for what the template refuses, and what does not fit."""
+    """Build the job. ServeError for items that the template rejects, or that do not fit."""
     chat = Chat(given)
     try:
         job = await chat_job(service, chat.request)
@@ -43,7 +43,7 @@ async def response_job(service: Service, given: ResponseRequest) -> Job:
 
 
 async def answer_response(given: ResponseRequest, job: Job, generation: Generation) -> JsonObject:
-    """ServeError (500) where it failed on its own."""
+    """The whole response. ServeError (500) if the generation failed."""
     (tokens,) = await generation.all_tokens()
     text, reason = text_of(tokens), tokens[-1].finish_reason
     call, why = job.tools.read(text, reason) if job.tools else (None, reason)
@@ -58,7 +58,7 @@ async def answer_response(given: ResponseRequest, job: Job, generation: Generati
 async def response_events(
     given: ResponseRequest, job: Job, generation: Generation
 ) -> AsyncIterator[bytes]:
-    """A call comes as one item; text as it is generated."""
+    """Frames of a response: a call is one item; text is sent as it is generated."""
     event = _Events()
     for name in ("created", RUNS):
         yield event(f"response.{name}", response=_response(given, job, RUNS, []))
@@ -94,7 +94,7 @@ async def response_events(
 
 
 class _Events:
-    """Frames, numbered."""
+    """Builds frames with consecutive sequence numbers."""
 
     def __init__(self) -> None:
         self._count = 0
@@ -106,7 +106,7 @@ class _Events:
 
 
 class _StreamedMessage:
-    """The only item of an answer that is text."""
+    """The message item of a text answer, sent as it grows."""
 
     def __init__(self, job: Job, event: _Events) -> None:
         self._job, self._event = job, event
@@ -115,7 +115,7 @@ class _StreamedMessage:
         self._texts: list[str] = []
         self._has_begun = False
         self.scores: Scores = []
-        """Of the tokens so far."""
+        """Log-probabilities of the tokens so far."""
         self._sent = 0
         self._all = EMPTY
 
@@ -140,7 +140,7 @@ class _StreamedMessage:
         yield self._event("response.output_item.done", output_index=0, item=item)
 
     def items(self, status: str) -> list[JsonObject]:
-        """None before the text has begun."""
+        """The message as a list of one item; empty before the text has begun."""
         if not self._has_begun:
             return []
         return [_message(self._id, status, _part("".join(self._texts), self._all))]
@@ -169,7 +169,7 @@ def _call_events(event: _Events, item: JsonObject) -> list[bytes]:
 
 
 async def _scored(job: Job, scores: Scores) -> Raw:
-    """The log-probabilities of some tokens; none where none are asked for."""
+    """Log-probabilities of tokens as JSON; an empty list unless the client asked for them."""
     if not job.logprobs:
         return EMPTY
     count = job.num_scores(len(scores))
@@ -209,7 +209,7 @@ def _response(
     output: list[JsonObject],
     generation: Generation | None = None,
 ) -> JsonObject:
-    """`generation`: of one that has ended."""
+    """The response object. `generation`: given if it has ended, for the usage."""
     sampling = job.params[0]
     return {
         "id": job.id,
@@ -227,7 +227,7 @@ def _response(
         "max_output_tokens": given.max_output_tokens,
         "max_tool_calls": given.max_tool_calls,
         "metadata": given.metadata or {},
-        "parallel_tool_calls": False,  # an answer has one call at most
+        "parallel_tool_calls": False,  # an answer has at most one call
         "previous_response_id": None,
         "prompt_cache_key": given.prompt_cache_key,
         "reasoning": {"effort": given.effort, "summary": None},

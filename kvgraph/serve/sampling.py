@@ -1,4 +1,4 @@
-"""How a request samples, as SamplingParams say it."""
+"""Converts a request's sampling fields to SamplingParams."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from kvgraph.serve.shapes import Parts, Shape, shape_of_choice
 
 @dataclass(frozen=True, slots=True)
 class ShapedParams(SamplingParams):
-    """SamplingParams whose grammar is what field `origin` of a request says, or several fields.
+    """SamplingParams with a grammar from the request's field `origin`, or from several fields.
 
-    `parts`: as of a Shape. Without an `origin` the grammar is under its own name.
+    `parts`: as in a Shape. `origin` "": the grammar's field has the same name in SamplingParams.
     """
 
     origin: str = ""
@@ -37,10 +37,10 @@ def sampling_of(
     prompt_logprobs: int | None,
     shape: Shape | None = None,
 ) -> SamplingParams:
-    """ServeError where a value is out of its range, or two fields say what the text must be.
+    """Build SamplingParams. ServeError for a value out of range, or two fields with a grammar.
 
-    `defaults`: fields of SamplingParams that the model has of its own. `shape`: what its tools
-    or its `response_format` say.
+    `defaults`: the model's own values of SamplingParams fields. `shape`: the grammar of the
+    request's tools or `response_format`.
     """
     given: JsonObject = {
         "temperature": 1.0,  # OpenAI's default
@@ -52,7 +52,7 @@ def sampling_of(
     for name in COPIED:
         if (value := getattr(request, name)) is not None:
             given[name] = value
-    if request.top_k == -1:  # vLLM's word for all
+    if request.top_k == -1:  # vLLM's value for all tokens
         given["top_k"] = 0
     if request.logit_bias is not None:
         biases = {_token_id(name): by for name, by in request.logit_bias.items()}
@@ -69,7 +69,7 @@ def sampling_of(
 
 
 def _only_shape(request: Sampled, shape: Shape | None) -> Shape | None:
-    """What is not under a name that SamplingParams has. ServeError for two fields that say it."""
+    """The grammar from fields that SamplingParams lacks. ServeError if two fields give one."""
     fields = (*KINDS, "guided_choice", "structured_outputs")
     given = [name for name in fields if getattr(request, name) is not None]
     if shape is None and request.structured_outputs is not None:
@@ -90,10 +90,9 @@ def _only_shape(request: Sampled, shape: Shape | None) -> Shape | None:
 
 
 def refusal(error: Exception, origin: str = "") -> ServeError:
-    """What the runtime refuses, under the names of the request's own fields, without the engine's
-    id of it.
+    """The ServeError for a runtime error, with the request's field names, and no engine request id.
 
-    `origin`: the field, or fields, that the grammar is of, unless it has a name of SamplingParams.
+    `origin`: field or fields of the grammar, if SamplingParams names it differently.
     """
     message = without_id(str(error))
     for name, own in ALIASES.items():
@@ -125,7 +124,7 @@ COPIED = (
     "guided_regex",
     "guided_grammar",
 )
-"""Fields that SamplingParams has too, under the same name."""
+"""Fields with the same name in SamplingParams."""
 
 
 def _token_id(name: str) -> int:

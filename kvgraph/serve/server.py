@@ -1,7 +1,7 @@
-"""Listens, loads meanwhile, and ends as it is told: SIGTERM drains, a second one cuts; SIGINT, and
-SIGHUP of a terminal that is closed, are as good.
+"""Runs the server: listens, loads meanwhile, and ends on signals.
 
-Tiers have a few seconds for the pages that wait for them; after the second signal none.
+SIGTERM, SIGINT, or SIGHUP of a closed terminal drains the server; a second signal cuts requests.
+Pages that are queued for tiers get a few seconds to be written; after a second signal none.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from kvgraph.serve.options import ServeOptions
 from kvgraph.serve.service import EngineService, Service
 
 CLOSING_SECONDS = 5
-"""For connections that are open when the last request has ended."""
+"""Time for connections that are open after the last request has ended."""
 
 
 def serve(
@@ -39,10 +39,11 @@ def serve(
     host: str = "127.0.0.1",
     port: int = 8000,
 ) -> None:
-    """Serve the engine that `make` gives until SIGTERM, SIGINT or SIGHUP; port 0 takes a free one.
+    """Serve the engine that `make` creates until SIGTERM, SIGINT or SIGHUP; port 0 takes a free
+    one.
 
-    OSError for an address that cannot be had. What `make` raises ends the server, and is raised
-    here. Where the signal comes before `make` is done, the process ends here, with exit code 0.
+    OSError if the address is not available. An error of `make` ends the server, and is raised here.
+    If the signal comes before `make` is done, the process exits here, with code 0.
     """
     listening = listen(host, port)
     share_python()
@@ -54,7 +55,7 @@ def serve(
         lifespan="off",
         access_log=False,
         log_config=None,
-        log_level="error",  # a request that cannot be read has its own line
+        log_level="error",  # invalid requests have their own line in the log
         timeout_graceful_shutdown=CLOSING_SECONDS,
         server_header=False,
     )
@@ -62,7 +63,7 @@ def serve(
     with _others_in_lines(), asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(_Server(config, service).main(listening))
     free_heap()
-    if is_making():  # it may hold locks that Python's own end would wait for
+    if is_making():  # its thread may hold locks that interpreter exit would wait for
         with suppress(OSError):
             sys.stdout.flush()
             sys.stderr.flush()
@@ -102,7 +103,7 @@ class _Server(uvicorn.Server):
         self._failure: BaseException | None = None
 
     async def main(self, listening: socket.socket) -> None:
-        """Load and answer at once."""
+        """Serve at once, and load meanwhile."""
         loading = asyncio.ensure_future(self._load())
         if signal.getsignal(signal.SIGHUP) is signal.SIG_DFL:  # not under nohup
             loop = asyncio.get_running_loop()
@@ -130,15 +131,15 @@ class _Server(uvicorn.Server):
         write_line(line | ({"sampling": served.sampling} if served.sampling else {}))
 
     def _fail(self, error: BaseException) -> None:
-        """The server ends, and raises it."""
+        """End the server, and make `main` raise `error`."""
         self._failure = error
         self._service.is_draining = True
         self.should_exit = True
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """uvicorn's, called in the event loop's thread at a signal."""
+        """Handle a signal; uvicorn calls this in the event loop's thread."""
         if self._service.is_draining:
-            if sig == signal.SIGHUP:  # a shell and the kernel send one each
+            if sig == signal.SIGHUP:  # shell and kernel may each send a SIGHUP
                 return
             self.should_exit = True
             asyncio.get_running_loop().call_soon(self._service.hurry)
@@ -148,7 +149,7 @@ class _Server(uvicorn.Server):
         write_line({"event": "draining", "signal": signal.Signals(sig).name})
 
     async def _drain(self) -> None:
-        """Running requests go on for `drain_seconds`; then they end with an error."""
+        """Let running requests continue for `drain_seconds`; then end them with an error."""
         loop = asyncio.get_running_loop()
         end = loop.time() + self._service.options.drain_seconds
         while self._service.num_open and loop.time() < end and not self.should_exit:

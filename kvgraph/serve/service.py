@@ -1,4 +1,4 @@
-"""What the routes serve: what runs requests, opened in the background, and later let go of."""
+"""Service: opens an engine in the background, provides it to the routes, and closes it."""
 
 from __future__ import annotations
 
@@ -34,25 +34,25 @@ if TYPE_CHECKING:
 
 
 MOST_LONG_TEXTS = 2
-"""That are tokenized at a time: one takes up to 200 times its size in memory."""
+"""Most long texts that are tokenized at a time: one takes up to 200 times its size in memory."""
 
 
 @dataclass(slots=True)
 class Served:
-    """What runs requests, and what is known of it."""
+    """A loaded engine or fleet, with all that the routes need of it."""
 
     prompts: Prompts
     runner: Runner
     facts: EngineFacts
     state: Callable[[], Awaitable[dict[str, object]]]
-    """What runs now, for the page at /."""
+    """Returns the data on running requests for the page at /."""
     admission: Admission
     metrics: Metrics
     spell: Spelling
     sampling: JsonObject
-    """Fields of SamplingParams, of a request that does not say them."""
+    """Default fields of SamplingParams, for requests that do not set them."""
     _most_characters: int | None = None
-    """Of one token; None: no bound is known."""
+    """Most characters of one token; None: unknown."""
     _long_texts: asyncio.Semaphore = field(
         default_factory=lambda: asyncio.Semaphore(MOST_LONG_TEXTS)
     )
@@ -66,10 +66,11 @@ class Served:
         most: int | None = None,
         is_long: bool | None = None,
     ) -> list[int]:
-        """On the loop, unless it `is_long`, or one of several that are together.
+        """Tokenize on the event loop; in a thread if `is_long` (None: by the text's length).
 
-        ServeError about a field for a text that is not Unicode, and for one that is more than
-        `most` tokens, whatever they are: before it is tokenized.
+        ServeError about field `about` for text that is not Unicode, and, before tokenizing, for
+        text that must have more than `most` tokens. `is_long`: for one of several texts, whether
+        they are long together.
         """
         if is_long is None:
             is_long = len(text) > LONG_TEXT
@@ -92,25 +93,27 @@ class Served:
     def detokenize(
         self, tokens: list[int], *, special_tokens: bool = True, about: str = "tokens"
     ) -> str:
-        """ServeError about a field without a tokenizer, or for a token that it has not."""
+        """Decode tokens. ServeError about field `about` without a tokenizer, or for unknown ids."""
         tokenizer = self._tokenizer(about)
         if tokens:
             self.require_known(about, tokens)
-        # `decode` keeps Python's lock, so that other threads would wait.
+        # `decode` would hold Python's lock, and block other threads.
         (text,) = tokenizer.decode_batch([tokens], skip_special_tokens=not special_tokens)
         return str(text)
 
     def require_known(self, about: str, tokens: list[int]) -> None:
-        """ServeError about a field for no token, and for one that the model has not."""
+        """Raise ServeError about field `about` for an empty list, or a token id out of range."""
         if not tokens:
             raise ServeError(400, f"{about}: expected a prompt, got an empty one", param=about)
         require_vocabulary(about, max(tokens), self.facts.vocab_size)
 
     def offsets_in(self, text: str, tokens: list[int], *, is_given: bool) -> list[int]:
-        """Where each token of a prompt begins in `text`. A character begins with its last byte.
+        """Start of each prompt token in `text`, in characters. A character that several tokens form
+        starts at the last of them.
 
-        In a text that `is_given`, a special token has a place where it is spelled out; those that
-        the tokenizer puts in front have none, as all have none in the text of token ids.
+        `is_given`: `text` is the client's, so a special token has a width if `text` spells it out;
+        special tokens that the tokenizer puts in front have none. Otherwise `text` was decoded from
+        token ids, and no special token has a width.
         """
         tokenizer = self._tokenizer("prompt")
         num_unplaced = len(tokens)
@@ -123,7 +126,7 @@ class Served:
         special = {token: known.content for token, known in added if known.special}
         offsets, at = [], 0
         for number, token in enumerate(tokens):
-            offsets.append(min(at, len(text)))  # one that normalizes gives other pieces
+            offsets.append(min(at, len(text)))  # a normalizing tokenizer changes the pieces
             piece = stream.step(token)
             spelled = special.get(token, "") if number >= num_unplaced else ""
             at += len(spelled if spelled and text.startswith(spelled, at) else piece)
@@ -137,7 +140,7 @@ class Served:
 
 
 class Service(ABC):
-    """What a server offers, which is opened while the server answers already."""
+    """Base of what a server serves; it is opened while the server already answers."""
 
     def __init__(self, name: str, options: ServeOptions) -> None:
         self.name = name
@@ -145,18 +148,18 @@ class Service(ABC):
         self.served: Served | None = None
         self.is_draining = False
         self.after_failure: Callable[[BaseException], object] = lambda error: None
-        """Called where requests can run no more."""
+        """Called if no request can run any more."""
 
     @abstractmethod
     async def load(self) -> None:
-        """Open what runs requests: `served` is there from then on."""
+        """Open the engine, and set `served`."""
 
     @abstractmethod
     async def close(self) -> None: ...
 
     @abstractmethod
     def hurry(self) -> None:
-        """Have `close` wait for nothing that can be done without."""
+        """Make `close` skip all work that can be skipped."""
 
     def serve(
         self,
@@ -166,7 +169,7 @@ class Service(ABC):
         load: Callable[[], Load],
         state: Callable[[], Awaitable[dict[str, object]]],
     ) -> None:
-        """From now on."""
+        """Set `served`: from now on requests are served."""
         metrics = Metrics(self.options.metrics_prefix, self.name, facts, lambda: load().stats)
         admission = Admission(facts, self.options, load)
         tokenizer = prompts._text.tokenizer
@@ -178,13 +181,13 @@ class Service(ABC):
         )
 
     def require_loaded(self) -> Served:
-        """ServeError (503) while the artifact is read."""
+        """Return `served`; ServeError (503) while it is loading."""
         if self.served is None:
             raise ServeError(503, "the artifact is being loaded; try again")
         return self.served
 
     def require_ready(self) -> Served:
-        """ServeError (503) while the artifact is read, and once the server is to end."""
+        """Return `served`; ServeError (503) while it is loading, and once the server drains."""
         if self.is_draining:
             raise ServeError(503, "the server takes no more requests: it ends")
         return self.require_loaded()
@@ -195,7 +198,8 @@ class Service(ABC):
 
 
 class EngineService(Service):
-    """One engine of this process. `make` gives it, in a thread: the server answers meanwhile."""
+    """Serves one engine of this process. `make` creates it in a thread, meanwhile requests are
+    answered."""
 
     def __init__(self, name: str, make: Callable[[], Engine], options: ServeOptions) -> None:
         super().__init__(name, options)
@@ -229,7 +233,7 @@ class EngineService(Service):
             await asyncio.to_thread(self._events.close)
 
     def hurry(self) -> None:
-        """Pages that wait for tiers are dropped."""
+        """Drop pages that are queued for tiers."""
         kv = None if self.engine is None else self.engine.engine.kv
         if isinstance(kv, PagedKVCacheManager) and kv._tiers is not None:
             kv._tiers.connector.drop_queued()
@@ -243,7 +247,8 @@ def _decoder(prompts: Prompts) -> Callable[[list[int]], str]:
 
 
 def _publisher(engine: Engine, options: ServeOptions) -> KVEventPublisher | None:
-    """RequestError where no page could ever be told of, and for an endpoint that is not free."""
+    """The publisher of KV events; None if not configured. RequestError for a cache without prefix
+    caching, and for an endpoint that is not free."""
     if options.kv_events is None:
         return None
     if not isinstance(engine.kv, PagedKVCacheManager) or not engine.kv.params.enable_prefix_caching:

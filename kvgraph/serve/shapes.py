@@ -1,4 +1,4 @@
-"""What a request says its text must look like, under the names of its own fields."""
+"""Shape: the grammar that a request asks for, under the request's field names."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from kvgraph.runtime.guide import is_taken
 from kvgraph.serve.errors import ServeError, brief
 
 Parts: TypeAlias = tuple[tuple[str, str], ...]
-"""Fields of a request and their JSON schemas, which one schema joins."""
+"""Fields of a request, each with its JSON schema, that are joined into one schema."""
 
 
 class Shape(NamedTuple):
-    """What a text must be, and the field of the request that says so.
+    """The grammar of a text, and the field of the request that gives it.
 
-    `kind`: the field of SamplingParams that takes `value`. `parts`: of a schema that joins those of
-    several fields, each of them.
+    `kind`: the field of SamplingParams for `value`. `parts`: if `value` joins the schemas of
+    several fields, these fields and schemas.
     """
 
     field: str
@@ -32,16 +32,16 @@ class Shape(NamedTuple):
 
     @property
     def origin(self) -> str:
-        """What an error of the value is about."""
+        """Name of the field, or fields, for errors about the value."""
         return ", ".join([field for field, _ in self.parts]) or self.field
 
     def checked_parts(self) -> Parts:
-        """RequestError names the field whose schema is refused."""
+        """The parts' schemas as text. RequestError names the field of a bad schema."""
         return tuple([(field, schema_text(field, schema)) for field, schema in self.parts])
 
 
 class StructuredOutputs(Struct, forbid_unknown_fields=True, kw_only=True):
-    """vLLM's: one of its fields."""
+    """vLLM's `structured_outputs`; exactly one field is given."""
 
     json: str | JsonObject | bool | None = None
     regex: str | None = None
@@ -50,7 +50,7 @@ class StructuredOutputs(Struct, forbid_unknown_fields=True, kw_only=True):
     json_object: bool | None = None
 
     def shape(self) -> Shape:
-        """ServeError unless one field is given."""
+        """The grammar of the given field. ServeError unless exactly one is given."""
         fields = self.__struct_fields__
         given = [name for name in fields if getattr(self, name) is not None]
         if len(given) != 1:
@@ -67,7 +67,7 @@ class StructuredOutputs(Struct, forbid_unknown_fields=True, kw_only=True):
 
 
 def shape_of_choice(field: str, texts: Sequence[str]) -> Shape:
-    """One of some texts, as a regular expression. ServeError where there is none."""
+    """A regular expression that matches one of `texts`. ServeError if there are none."""
     if not texts:
         raise refused(field, "one or more texts", "none")
     size = sum([len(text.encode(errors="surrogatepass")) + 1 for text in texts])
@@ -77,11 +77,11 @@ def shape_of_choice(field: str, texts: Sequence[str]) -> Shape:
 
 
 SPECIAL = re.compile(r"[\\.+*?()|\[\]{}^$#&~-]")
-"""What means something in a regular expression in Rust's syntax."""
+"""Characters with a meaning in regular expressions of Rust's syntax."""
 
 
 def refused_part(parts: Parts) -> str | None:
-    """The field whose schema llguidance refuses; None where it refuses only what joins them."""
+    """The field whose schema llguidance rejects; None if it rejects only the joined schema."""
     for field, schema in parts:
         if not is_taken(Grammar("guided_json", schema)):
             return field
@@ -89,8 +89,10 @@ def refused_part(parts: Parts) -> str | None:
 
 
 def schema_of_format(field: str, given: JsonObject) -> JsonObject | None:
-    """What a `response_format` asks for: OpenAI's forms, and a `schema` next to json_object, as
-    llama.cpp and others have it. ServeError for another one."""
+    """The schema of a `response_format`; None for text.
+
+    Takes OpenAI's forms, and `schema` with type json_object, as llama.cpp and others do. ServeError
+    for any other form."""
     kind = given.get("type")
     schema = given.get("schema") if kind == "json_object" else None
     named = given.get("json_schema") if kind == "json_schema" else None
@@ -110,11 +112,11 @@ FORMATS = {
     "json_object": ("type", "schema"),
     "json_schema": ("type", "json_schema"),
 }
-"""Types of a `response_format`, and their fields."""
+"""Types of a `response_format`, each with its fields."""
 
 
 def require_small_schemas(field: str, schemas: Sequence[JsonObject]) -> None:
-    """ServeError for more than one grammar may have: before anything looks through them."""
+    """Raise ServeError if the schemas exceed a grammar's limits; call it before other checks."""
     try:
         require_small(field, schemas)
     except RequestError as error:

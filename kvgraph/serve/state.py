@@ -1,4 +1,4 @@
-"""What runs, for the page at /: rows, pages and rates."""
+"""State of the engine for the page at /: rows, pages and rates."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvgraph.serve.load import Load
 
 
 async def state_of(engine: AsyncEngine, load: Load) -> dict[str, object]:
-    """Asked of the engine's thread, between two steps."""
+    """The state, read in the engine's thread between two steps."""
     held = await engine.call(_held)
     return {**counts_of(held.pop("stats"), load), **held}
 
@@ -33,7 +33,7 @@ def counts_of(stats: EngineStats, load: Load) -> dict[str, object]:
 
 
 def _held(engine: Engine) -> dict[str, Any]:
-    """What each row holds."""
+    """Statistics, shared pages, and the tokens and pages of each row."""
     held: Counter[int] = Counter()
     rows = []
     for request in engine.scheduler.running:

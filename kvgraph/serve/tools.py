@@ -1,10 +1,10 @@
-"""Calls of tools: JSON of a name and arguments, for any model.
+"""Tool calls: JSON objects with a name and arguments, for any model.
 
-A `tool_choice` of "required", or of one function, guides the text: it is one call of a tool, whose
-arguments fit the tool's schema. With "auto" the text is free; one that is a call of a tool counts
-as one. Where a `response_format` is asked for too, the text is guided to be one or the other. With
-"none" the model is shown no tools. With "allowed_tools" it is shown all of them, as OpenAI has it
-(so that the prompt stays the same), and calls those that are allowed.
+A `tool_choice` of "required", or of one function, guides the text: it is one call of a tool, with
+arguments that fit the tool's schema. With "auto" the text is free; a text that is a call of a tool
+is answered as a call. With a `response_format` too, the text is guided to be one or the other. With
+"none" the model sees no tools. With "allowed_tools" it sees all tools, as OpenAI specifies (so that
+the prompt stays the same), but only allowed ones are calls.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from kvgraph.serve.shapes import refused, require_small_schemas
 MOST_TOOLS = 128
 
 SPACE = " \t\n\r"
-"""What JSON allows between its parts."""
+"""Whitespace that JSON allows between its tokens."""
 
 CALL, REST = '{"name":', ',"arguments":'
-"""How a guided call begins, and goes on behind the name."""
+"""The text of a guided call before its name, and between name and arguments."""
 
 NO_ARGUMENTS: JsonObject = {"type": "object", "properties": {}, "additionalProperties": False}
-"""What a function without `parameters` takes, as OpenAI says."""
+"""Schema of the arguments of a function without `parameters`, as OpenAI specifies."""
 
 
 class Tools:
-    """The functions that a chat may call. ServeError for what is no function, or for a choice of
-    none of them."""
+    """The functions that a chat may call. ServeError for an invalid function, or for a choice that
+    matches no function."""
 
     def __init__(self, given: ChatRequest) -> None:
         self._schemas: dict[str, JsonObject] = {}
@@ -52,14 +52,14 @@ class Tools:
         self._forced = self._forced_by(choice)
         self._is_named = isinstance(choice, dict)
         self._shares = not self._forced and given.schema() is not None
-        """Whether a text is guided to be a call or another one."""
+        """Whether the text is guided to be either a call or a `response_format`'s text."""
         self._begun = [
             f"{CALL}{json.dumps(name, ensure_ascii=False)}{REST}"
             for name in (self._schemas if self._shares else ())
         ]
 
     def _allow(self, given: JsonObject) -> str:
-        """Keep the functions that may be called; the choice among them."""
+        """Keep only the allowed functions; return the mode, "auto" or "required"."""
         allowed = given.get("allowed_tools")
         fields = allowed if isinstance(allowed, dict) else {}
         mode, tools = fields.get("mode"), fields.get("tools")
@@ -76,7 +76,7 @@ class Tools:
         return str(mode)
 
     def _forced_by(self, choice: str | JsonObject | None) -> list[str]:
-        """Names of which one must be called."""
+        """Names of functions, one of which must be called; empty if a call is optional."""
         if choice in (None, "auto", "none"):
             return []
         if choice == "required" and not self._schemas:
@@ -100,7 +100,7 @@ class Tools:
         return bool(self._forced)
 
     def schema(self, asked: JsonObject | None = None) -> JsonObject:
-        """Of a text that is a call, or fits a `response_format` that is asked for."""
+        """The schema of a call, or of either a call or a text that fits `asked`."""
         called = self._forced or list(self._schemas)
         require_small_schemas("tools", [self._schemas[name] for name in called])
         if asked is not None:
@@ -121,21 +121,21 @@ class Tools:
         return {**(texts[0] if len(texts) == 1 else {"anyOf": texts}), "$defs": own}
 
     def read(self, text: str, reason: str | None) -> tuple[JsonObject | None, str | None]:
-        """The call that a whole text is, if any, and the finish reason for the client; `reason` is
-        why the text ended.
+        """The call in a whole text, if any, and the finish reason for the client.
 
-        As OpenAI has it: "stop" for the call of a function that the request names, "tool_calls" for
-        another one; of one that was cut, the reason stays.
+        `reason`: why the text ended. As OpenAI specifies, the result is "stop" for the call of a
+        function that the request names, and "tool_calls" for another call; a call that was cut
+        keeps `reason`.
         """
         if call := self.call_in(text):
             return call, "stop" if self._is_named else "tool_calls"
         return self._cut_call_in(text), reason
 
     def call_in(self, text: str) -> JsonObject | None:
-        """The call that a whole text is, as OpenAI's clients read it; None of another text.
+        """The call that a whole text is, in OpenAI's form; None for any other text.
 
-        Its arguments are those of the text, character by character. Where another text is asked
-        for, a call has the fields that its grammar writes, and no others.
+        The arguments are copied from the text unchanged. If the text may also be a response
+        format's, a call must have exactly the fields that its grammar writes.
         """
         fields = _fields(text)
         if self._shares and list(fields) != ["name", "arguments"]:
@@ -159,8 +159,8 @@ class Tools:
         return _call(name, text[end + len(REST) :] if text.startswith(REST, end) else "")
 
     def may_be_call(self, text: str) -> bool:
-        """Whether a text that goes on may turn out to be a call."""
-        if self._shares:  # a format may have a `name`, too
+        """Whether an unfinished text may become a call."""
+        if self._shares:  # a text of the format may have a `name` too
             return any(text.startswith(call) or call.startswith(text) for call in self._begun)
         return bool(self._schemas) and (not text.strip() or text.lstrip().startswith("{"))
 
@@ -171,7 +171,7 @@ def _call(name: str, arguments: str) -> JsonObject:
 
 
 def _name(tool: object) -> str | None:
-    """Of a function; None of what is none."""
+    """Name of a function; None if `tool` is not a function."""
     function = None
     if isinstance(tool, dict) and tool.get("type") == "function":
         function = tool.get("function")
@@ -180,7 +180,7 @@ def _name(tool: object) -> str | None:
 
 
 def _function(tool: JsonObject) -> tuple[str, JsonObject]:
-    """Name, and schema of the arguments."""
+    """Name of a function, and the schema of its arguments."""
     name = _name(tool)
     if name is None:
         raise refused("tools", "functions with a name", brief(tool))
@@ -196,16 +196,16 @@ def _function(tool: JsonObject) -> tuple[str, JsonObject]:
 
 
 def _resource(field: str, schema: JsonObject, number: int) -> JsonObject:
-    """A schema that may stand in another one: by its `$id` its references are its own.
+    """A schema that can be embedded in another one: its `$id` makes its references relative to it.
 
-    Without `$schema`: every version is read as the newest.
+    `$schema` is removed: every version is read as the newest.
     """
     rest = {key: value for key, value in schema.items() if key != "$schema"}
     return rest | {"$id": _resolved(field, f"https://kvgraph.invalid/{number}/", schema.get("$id"))}
 
 
 def _require_own_names(schemas: list[tuple[str, JsonObject]]) -> None:
-    """ServeError for two different schemas of one `$id`: a reference would find either."""
+    """Raise ServeError if two different schemas share an `$id`: a reference is then ambiguous."""
     known: dict[str, object] = {}
     for field, schema in schemas:
         for name, part in _resources(field, schema):
@@ -218,7 +218,7 @@ def _require_own_names(schemas: list[tuple[str, JsonObject]]) -> None:
 
 
 def _resources(field: str, schema: JsonObject) -> Iterator[tuple[str, JsonObject]]:
-    """The parts of a schema that have an `$id`, itself among them, with the whole of it."""
+    """All parts of a schema with an `$id`, including the schema itself, by resolved `$id`."""
     left: list[tuple[str, object]] = [("", schema)]
     while left:
         base, part = left.pop()
@@ -233,7 +233,7 @@ def _resources(field: str, schema: JsonObject) -> Iterator[tuple[str, JsonObject
 
 
 def _resolved(field: str, base: str, name: object) -> str:
-    """An `$id` below `base`, without a fragment; `base` where it says nothing."""
+    """An `$id` resolved against `base`, without its fragment; `base` if there is none."""
     try:
         return urljoin(base, name).partition("#")[0] if isinstance(name, str) else base
     except ValueError as error:
@@ -241,7 +241,7 @@ def _resolved(field: str, base: str, name: object) -> str:
 
 
 class _Decoder(json.JSONDecoder):
-    """Of one value at a place of a text; ValueError for what JSON does not have, as NaN."""
+    """Decodes one value inside a text; ValueError for NaN and infinities, which JSON lacks."""
 
     def __init__(self) -> None:
         super().__init__(parse_constant=self._refuse)
@@ -251,14 +251,14 @@ class _Decoder(json.JSONDecoder):
         raise ValueError(constant)
 
     def value(self, text: str, at: int) -> tuple[object, int]:
-        """A value, and where what follows it and white space begins."""
+        """A value, and the position after it and following whitespace."""
         found, end = self.raw_decode(text, at)
         return found, _skipped(text, end)
 
 
 def _fields(text: str) -> dict[str, tuple[object, str]]:
-    """Each field of a text that is one JSON object: its value, and how that is written. None of
-    another text."""
+    """Fields of a text that is exactly one JSON object: value, and its text. Empty for any other
+    text."""
     decoder, fields = _Decoder(), dict[str, tuple[object, str]]()
     try:
         at, end = _skipped(text, 0), len(text.rstrip(SPACE))
@@ -275,7 +275,7 @@ def _fields(text: str) -> dict[str, tuple[object, str]]:
 
 
 def _skipped(text: str, at: int) -> int:
-    """Behind white space."""
+    """Position after whitespace."""
     while at < len(text) and text[at] in SPACE:
         at += 1
     return at

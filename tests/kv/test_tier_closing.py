@@ -197,7 +197,9 @@ def test_more_host_memory_than_there_is_is_one_sentence(monkeypatch: pytest.Monk
 
     monkeypatch.setattr(HostCopier, "pinned_host_bytes", refuse)
     store = MemoryStore()
-    message = r"^host_memory: expected .*B for 4 pages and what passes .* the system refused; use less$"
+    message = (
+        r"^host_memory: expected .*B for 4 pages and what passes .* the system refused; use less$"
+    )
     with pytest.raises(CapacityError, match=message):
         make_manager(store)
     assert store.is_closed

@@ -1,7 +1,7 @@
-"""Connections between ranks of several machines: addresses, who calls whom, and when one ends.
+"""Connections between ranks of several machines: addresses, direction, and detection of lost peers.
 
-A rank calls those below it. A connection begins with the secret of the run: others at the port are
-no ranks.
+A rank connects to all lower ranks. A connection begins with the secret of the run, so that other
+clients of the port are rejected.
 """
 
 from __future__ import annotations
@@ -19,24 +19,25 @@ from kvgraph.ops.group import gone
 from kvgraph.runtime.ranks.launched import Launched
 
 HELLO = struct.Struct("32s i 4s")
-"""The run's secret, a rank, and what the connection is for."""
+"""The run's secret, the rank, and the purpose of the connection (LIFE or STEP)."""
 LIFE, STEP = b"life", b"step"
 
 HELLO_SECONDS = 5.0
 RETRY_SECONDS = 0.05
 
 KEEPALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}
-"""A machine that is gone without a word is noticed after 25 s."""
+"""TCP keepalive: a machine that stopped responding is detected after 25 s."""
 
 SIOCGIFADDR = 0x8915
 
 Connections = dict[int, socket.socket]
-"""By the rank at the other end."""
+"""Connection by the rank at the other end."""
 Address = tuple[str, int]
 
 
 def own_host(own: Launched) -> str:
-    """Where other machines reach this one: on the way to rank 0's, or at GLOO_SOCKET_IFNAME."""
+    """Address at which other machines reach this one: of the interface GLOO_SOCKET_IFNAME, else of
+    the route to rank 0."""
     interface = os.environ.get("GLOO_SOCKET_IFNAME")
     try:
         if interface:
@@ -58,7 +59,7 @@ def _host_of(interface: str) -> str:
 
 
 def wait_for_port(own: Launched, timeout: float) -> None:
-    """Until the run's store takes connections; RankError where it does not."""
+    """Wait until the run's store accepts connections; RankError after `timeout` seconds."""
     end = time.monotonic() + timeout
     while True:
         try:
@@ -74,7 +75,7 @@ def wait_for_port(own: Launched, timeout: float) -> None:
 
 
 def listen(host: str, size: int) -> socket.socket:
-    """At a free port, for all that `size` ranks may open."""
+    """Listen at a free port, with a backlog for all connections of `size` ranks."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     listener.bind((host, 0))
@@ -89,9 +90,9 @@ def connect(
     secret: str,
     timeout: float,
 ) -> tuple[Connections, Connections]:
-    """A lifeline with each other rank, and a connection for steps between rank 0 and each.
+    """A lifeline to each other rank, and step connections between rank 0 and each other rank.
 
-    RankError names one that none comes from, or that refuses one.
+    RankError names a rank that does not connect, or refuses a connection.
     """
     end = time.monotonic() + timeout
     kinds: dict[bytes, Connections] = {LIFE: {}, STEP: {}}
@@ -119,7 +120,7 @@ def close_all(connections: Connections) -> None:
 
 
 def require_all(lifelines: Connections) -> None:
-    """RankError where the process at the other end of one has ended."""
+    """Raise RankError if the process at the other end of a lifeline has ended."""
     for rank, lifeline in lifelines.items():
         try:
             ended = not lifeline.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
@@ -149,7 +150,7 @@ def _accept(
     end: float,
     timeout: float,
 ) -> tuple[bytes, int, socket.socket]:
-    """The next connection of those that are `wanted`; all others are closed."""
+    """Accept the next `wanted` connection; close all others."""
     while True:
         listener.settimeout(_left(end))
         try:

@@ -1,4 +1,4 @@
-"""A rank above 0: runs its part of every step that the leader hands it."""
+"""Follower: a rank above 0, which runs its part of every step that the leader sends."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvgraph.runtime.sessions.base import Session
 
 
 class Follower:
-    """`serve` returns when the leader is done; RankError when it is gone."""
+    """Runs the leader's steps. `serve` returns when the leader is done; RankError if it is lost."""
 
     def __init__(self, session: Session, group: Group, wire: Wire) -> None:
         self._session, self._group, self._wire = session, group, wire
@@ -43,7 +43,7 @@ class Follower:
                 raise RankError(f"rank 0: expected a step, got {sorted(said)}")
 
     def _require_next(self, step: int) -> None:
-        """Else all ranks fail: parts of different steps would be added."""
+        """Abort all ranks unless `step` is next: else parts of different steps would be summed."""
         self._steps += 1
         if step != self._steps:
             self._group.abort()
@@ -52,8 +52,8 @@ class Follower:
             )
 
     def _allocate(self, name: str, sizes: dict[str, int], file: int | None) -> None:
-        """A pool: memory that the leader maps too, or this rank's own device's. The one before it
-        goes first: a device may not have room for two."""
+        """Allocate a pool: memory that the leader maps too, or on this rank's device. The old pool
+        is freed first: a device may not have room for two."""
         self._buffers.pop(name, None)
         symbol = next(s for s in self._session.signature.inputs if s.name == name)
         if file is not None:

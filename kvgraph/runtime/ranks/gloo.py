@@ -1,10 +1,10 @@
-"""Pieces of collectives between machines: gloo, by torch.distributed; only these need torch.
+"""Transfers pieces of collectives between machines with torch.distributed's gloo; needs torch.
 
-Decision: each rank gathers the parts of all and adds them itself, in their order, as it does in
-shared memory. So all ranks have the same bits, and those of ranks of one machine; a sum by gloo
-would depend on the number of ranks. Of two ranks no more bytes travel than for a sum.
+Decision: each rank gathers the parts of all ranks and adds them itself, in rank order, as in shared
+memory. So all ranks get the same bits, and the same as ranks on one machine; the result of a gloo
+sum would depend on the number of ranks. For two ranks, this sends no more bytes than a sum.
 
-gloo ends the process where pieces differ in size. They do not: sizes follow from the graph and from
+gloo aborts the process if pieces differ in size. They do not: sizes follow from the graph and from
 the step's message, which all ranks have.
 """
 
@@ -25,19 +25,19 @@ from kvgraph.contract.dims import Array
 from kvgraph.errors import RankError
 
 SLACK_SECONDS = 60.0
-"""gloo's own deadline is behind ours, which names the rank."""
+"""Time by which gloo's deadline is later than ours, which names the missing rank."""
 
 CLOSING_SECONDS = 2.0
-"""That gloo may take to end its threads. After a failure they may wait until its deadline."""
+"""Time that gloo may take to end its threads. After a failure they may wait until its deadline."""
 
 
 class Gloo:
     """Gathers pieces of `size` ranks, which reach each other at their `host`."""
 
     def __init__(self, store: Store, rank: int, size: int, host: str, timeout: float) -> None:
-        """All ranks at once; RankError where they do not meet."""
+        """Join the group; all ranks must do so at once. RankError if they do not meet."""
         options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # of no stub
-        # By its name a machine may find itself at the loopback address.
+        # Without a host, a machine may resolve its own name to the loopback address.
         options._devices = [ProcessGroupGloo.create_device(hostname=host)]
         options._timeout = timedelta(seconds=timeout + SLACK_SECONDS)
         before = _sockets()
@@ -65,30 +65,30 @@ class Gloo:
         except RuntimeError:
             if not self._work.is_completed():
                 return False
-            self._work.wait()  # raises what it failed with; it may have come in the meantime
+            self._work.wait()  # raises its error, unless it completed in the meantime
         return True
 
     def close(self) -> None:
-        """Ends its threads: later, with the interpreter, they could not. Idempotent.
+        """End gloo's threads; at interpreter exit they could not end. Idempotent.
 
-        One that waits for a rank would go on until gloo's deadline, and gloo has no way to end it:
-        its connections are shut.
+        A thread that waits for a rank would continue until gloo's deadline. gloo has no call to
+        stop it, so its connections are shut down.
         """
         if self._work is not None and not self._work.is_completed():
             for number in self._connections:
                 with suppress(OSError), socket.socket(fileno=os.dup(number)) as connection:
-                    connection.getpeername()  # OSError of one that listens: gloo would abort
+                    connection.getpeername()  # OSError for a listening one: gloo would abort
                     connection.shutdown(socket.SHUT_RDWR)
         held = [self._work, self._group]
         self._work = self._group = None
         ending = threading.Thread(target=held.clear, daemon=True)
-        with suppress(RuntimeError):  # none starts any more where the interpreter ends
+        with suppress(RuntimeError):  # no thread can start while the interpreter exits
             ending.start()
             ending.join(CLOSING_SECONDS)
 
 
 def _sockets() -> set[int]:
-    """Descriptors of this process."""
+    """File descriptors of this process's sockets."""
     found = set()
     for name in os.listdir("/proc/self/fd"):
         with suppress(OSError):

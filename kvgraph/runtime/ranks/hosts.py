@@ -1,10 +1,10 @@
-"""Ranks of several machines find each other by torch.distributed's store, at torchrun's address.
+"""Connects ranks of several machines through torch.distributed's store, at torchrun's address.
 
-Each rank says there where it listens, what it runs, and a secret of the run. Two ranks then have a
-connection, on which nothing is said as long as all goes well: its end is the end of the other rank.
-The leader has a second one to each follower, for the messages of steps.
+Each rank publishes there its address, the facts of its artifact, and a secret of the run. Every
+pair of ranks then opens a lifeline: a connection without messages, which closes only if a rank
+ends. The leader has a second connection to each follower, for the messages of steps.
 
-The store, these connections and gloo's trust the network that they are in.
+The store, these connections and gloo trust their network.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ Made = TypeVar("Made")
 RETRY_SECONDS = 0.05
 
 PARTING_SECONDS = 2.0
-"""That rank 0 stays for others to read why the run is refused: it may have the store."""
+"""Time that rank 0 stays after a refusal, so that others can read it: it may host the store."""
 
 
 @dataclass(frozen=True)
 class _Present:
-    """What a rank says of itself in the store."""
+    """The data that a rank publishes in the store."""
 
     host: str
     port: int
@@ -59,16 +59,16 @@ class _Present:
 
 
 def lead(own: Launched, facts: Facts, timeout: float) -> tuple[Group, list[Wire]]:
-    """Meet all other ranks; the group, and a connection to each, in the order of the ranks.
+    """Meet all other ranks. Return the group, and a connection to each, in the order of the ranks.
 
-    RankError where one does not come in `timeout` seconds, or differs in `facts`;
+    RankError if a rank does not come in `timeout` seconds, or differs in `facts`.
     MissingDependencyError without torch.
     """
     return _meet(own, facts, timeout)
 
 
 def follow(own: Launched, facts: Facts, timeout: float) -> tuple[Group, Wire]:
-    """Meet all other ranks; the group, and the connection to rank 0. Raises as `lead` does."""
+    """Meet all other ranks. Return the group and the connection to rank 0. Errors as in `lead`."""
     group, (wire,) = _meet(own, facts, timeout)
     wire.limit(None)
     return group, wire
@@ -109,7 +109,7 @@ def _meet(own: Launched, facts: Facts, timeout: float) -> tuple[Group, list[Wire
 def _joined(
     own: Launched, store: Store, host: str, lifelines: Connections, timeout: float
 ) -> Gather:
-    """What carries the pieces, made in a thread: gloo would wait for a rank that has ended."""
+    """Join gloo in a thread, and watch lifelines: gloo would wait for a rank that has ended."""
     from kvgraph.runtime.ranks.gloo import Gloo
 
     return _in_thread(
@@ -118,7 +118,7 @@ def _joined(
 
 
 def _in_thread(make: Callable[[], Made], look: Callable[[], None]) -> Made:
-    """What `make` gives, which torch may keep waiting for ever; `look` raises to give it up."""
+    """Return the result of `make`, which may never return. `look` raises to give up."""
     made: Future[Made] = Future()
 
     def run() -> None:
@@ -137,14 +137,14 @@ def _in_thread(make: Callable[[], Made], look: Callable[[], None]) -> Made:
 
 
 def _store(own: Launched, timeout: float) -> Store:
-    """That of torchrun's agent, or rank 0's: a part of it for each meeting of one run."""
+    """The store of torchrun's agent, or of rank 0, with a prefix of this meeting of the run."""
     from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, its docs say
     from torch.distributed.distributed_c10d import PrefixStore
 
     serves = own.rank == 0 and not own.is_store_there
     where, end = f"{own.address}:{own.port}", time.monotonic() + timeout
     if not serves:
-        wait_for_port(own, timeout)  # torch's own deadline is late by seconds
+        wait_for_port(own, timeout)  # torch's own deadline can be seconds late
 
     def make() -> Store:
         whole = TCPStore(
@@ -179,7 +179,7 @@ def _store(own: Launched, timeout: float) -> Store:
 
 
 def _introduce(own: Launched, mine: _Present, store: Store, timeout: float) -> list[_Present]:
-    """What all ranks say of themselves; RankError where one says nothing, or differs."""
+    """The data of all ranks; RankError if a rank publishes none, or differs."""
     try:
         store.set(f"rank {own.rank}", json.dumps(vars(mine)))
         _wait_for_all(own, store, timeout)

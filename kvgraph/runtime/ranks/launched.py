@@ -1,4 +1,4 @@
-"""Which rank this process is: from the environment that torchrun sets."""
+"""Launched: this process's rank, read from the environment that torchrun sets."""
 
 from __future__ import annotations
 
@@ -16,16 +16,17 @@ class Launched:
     rank: int
     size: int
     run: str
-    """Equal in all of them, and in no other run at the same time."""
+    """Identity of the run: equal in all its processes, and unique among concurrent runs."""
     here: int | None = None
-    """How many of them are on this machine; None: all."""
+    """Number of these processes on this machine; None: all."""
     address: str = ""
     port: int = 0
-    """Of the run's store, on the machine of rank 0; these three are given for several machines."""
+    """Address and port of the run's store, on rank 0's machine. They and `here` are only given for
+    several machines."""
     is_store_there: bool = False
     """Whether torchrun's agent has it; else rank 0 starts it."""
     local_rank: int | None = None
-    """Its number on this machine, where torchrun says so."""
+    """Rank among the processes of this machine, if torchrun gives it."""
 
     @property
     def is_on_one_machine(self) -> bool:
@@ -33,12 +34,14 @@ class Launched:
 
     @property
     def is_beside_rank_0(self) -> bool:
-        """Whether a signal to torchrun reaches both: ranks are counted from rank 0's machine on."""
+        """Whether rank 0 is on this machine, so that a signal to torchrun reaches both processes.
+
+        torchrun numbers ranks from rank 0's machine on."""
         return self.is_on_one_machine or self.local_rank == self.rank
 
 
 def launched(environment: Mapping[str, str] | None = None) -> Launched | None:
-    """None in a process that torchrun did not start, or started alone.
+    """This process's rank; None if torchrun did not start it, or started one process only.
 
     RankError for an environment that contradicts itself.
     """

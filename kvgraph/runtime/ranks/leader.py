@@ -1,9 +1,9 @@
-"""The session of a tensor-parallel artifact: rank 0's, which hands each step to the others.
+"""LeaderSession: rank 0's session of a tensor-parallel artifact, which sends steps to all ranks.
 
-Decision: pools of all ranks are memory that the leader maps. A manager with tiers or a prefix cache
-then copies and keeps pages of every shard as it does on one device, and a step's message holds only
-its few small arrays, which all shards share. Pools on GPUs and on other machines stay with their
-ranks, and have no tiers.
+Decision: the leader maps the pools of all ranks. A manager with tiers or a prefix cache then copies
+and keeps pages of every shard as on one device, and a step's message holds only its few small
+arrays, which all shards share. Pools on GPUs and on other machines stay with their ranks, and
+support no tiers.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from kvgraph.runtime.sessions.base import Session
 
 
 class LeaderSession(Session):
-    """Runs an artifact of several ranks: `own` is rank 0's session, `wires` lead to the others.
+    """Runs an artifact of several ranks. `own`: rank 0's session; `wires`: to the other ranks.
 
-    RankError once a rank has failed: the session is of no use any more.
+    After a rank has failed, every call raises RankError.
     """
 
     def __init__(
@@ -51,11 +51,11 @@ class LeaderSession(Session):
         self._own, self._group, self._wires = own, group, list(wires)
         self.host_pools = own.host_pools and maps_pools
         self._steps = 0
-        self._is_half = False  # whether others have a step that rank 0 has not run
-        self._lost: str | None = None  # why the first step failed that did
+        self._is_half = False  # whether other ranks have a step that rank 0 has not completed
+        self._lost: str | None = None  # error of the first step that failed
         self._close = weakref.finalize(self, _end, self._wires, group, ended)
         for wire in self._wires:
-            wire.receive()  # that it is ready
+            wire.receive()  # its ready message
             wire.limit(group.timeout)
 
     @property
@@ -86,12 +86,12 @@ class LeaderSession(Session):
         return Buffer(symbol.dtype, shape, symbol.device, array)
 
     def free_memory(self) -> int | None:
-        """Of all ranks, as if their devices were alike."""
+        """Free bytes of all ranks together, assuming that their devices are alike."""
         own = self._own.free_memory()
         return None if own is None else own * self.ranks
 
     def _arrays(self, inputs: ModelInputs, kv: KVCacheInputs) -> list[Any]:
-        """Of rank 0: the small ones are those of all ranks."""
+        """Arrays of rank 0; all ranks share the small ones."""
         records = getattr(kv, "inputs", None)
         if records is None or len(records) != self.ranks:
             got = type(kv).__name__ if records is None else f"{len(records)}"
@@ -121,7 +121,7 @@ class LeaderSession(Session):
             logits = run_part(self._own, self._group, arrays, capture=capture)
             self._is_half = False
             return logits
-        except BaseException as error:  # an interrupt too: others may have the step
+        except BaseException as error:  # also an interrupt: other ranks may have the step
             if isinstance(error, RankError):
                 self._lost = str(error)
             if has_run(self._own, self._group, before):
@@ -131,8 +131,8 @@ class LeaderSession(Session):
             raise
 
     def _require_whole(self) -> None:
-        """RankError, each time the same one, where a step is not that of all ranks any more."""
-        if self._is_half:  # an interrupt came while another one was dealt with
+        """Raise RankError, always with the same message, once the ranks' steps differ."""
+        if self._is_half:  # an interrupt came during the handling of another error
             self._group.abort()
         if self._lost is not None:
             raise RankError(self._lost)
@@ -149,14 +149,14 @@ class LeaderSession(Session):
             raise
 
     def close(self) -> None:
-        """The other ranks end. Idempotent."""
+        """End the other ranks. Idempotent."""
         self._lost = self._lost or "rank 0: expected an open session, got one that was closed"
         self._close()
 
 
 def _end(wires: Sequence[Wire], group: Group, ended: Callable[[], None]) -> None:
     try:
-        group.close()  # with the run's store, where a rank that follows the next engine would look
+        group.close()  # also the run's store: followers of the next engine would look there
     finally:
         for wire in wires:
             with suppress(RankError):

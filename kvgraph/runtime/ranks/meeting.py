@@ -1,7 +1,7 @@
-"""The processes of one machine find each other at rank 0, and agree on what they run.
+"""Connects the processes of one machine through rank 0, and compares what they run.
 
-They meet at an address of Linux's abstract namespace, which no file stands for. Any local user can
-connect there, so both sides ask the kernel whose process the other is.
+They meet at an address in Linux's abstract namespace, which is no file. Any local user can connect
+there, so both sides get the peer's user from the kernel.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from kvgraph.runtime.ranks.wire import Wire, mapped, require_linux, shared_file
 
 RETRY_SECONDS = 0.05
 HELLO_SECONDS = 2.0
-"""That a rank may take to say which it is, once it is connected."""
+"""Time in which a connected process must send its rank."""
 CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
 
 Facts = Mapping[str, object]
-"""What must be equal on all ranks, by name; JSON."""
+"""Values that must be equal on all ranks, by name; JSON."""
 
 
 def lead(own: Launched, facts: Facts, timeout: float) -> tuple[Group, list[Wire]]:
-    """Wait for all other ranks; the group, and a connection to each, in the order of the ranks.
+    """Wait for all other ranks. Return the group, and a connection to each, in rank order.
 
-    RankError where one does not come in `timeout` seconds, or differs in `facts`: then all are
-    told.
+    RankError if a rank does not come in `timeout` seconds, or differs in `facts`; all connected
+    ranks receive the error.
     """
     require_linux()
     wires: list[Wire] = []
@@ -46,14 +46,14 @@ def lead(own: Launched, facts: Facts, timeout: float) -> tuple[Group, list[Wire]
         return _group(file, own, pids, timeout), wires
     except BaseException as error:
         for wire in wires:
-            with suppress(RankError):  # one that is gone needs no answer
+            with suppress(RankError):  # a rank that has ended needs no answer
                 wire.send({"refused": str(error)})
             wire.close()
         raise
 
 
 def _welcome(own: Launched, facts: Facts, timeout: float, wires: list[Wire]) -> list[int]:
-    """Processes of all ranks; a connection to each of the others joins `wires`."""
+    """Accept all other ranks and append their connections to `wires`. Return pids in rank order."""
     deadline = time.monotonic() + timeout
     pids = {own.rank: os.getpid()}
     with _listener(own) as listener:
@@ -86,7 +86,7 @@ def _welcome(own: Launched, facts: Facts, timeout: float, wires: list[Wire]) -> 
 
 
 def _hello(connection: socket.socket, seconds: float) -> tuple[int, Facts] | None:
-    """The rank at the other end and its facts; None of a stranger, who may say anything."""
+    """Rank and facts of the peer; None if it is not a rank: any process may connect."""
     wire = Wire(connection, -1)
     wire.limit(seconds)
     try:
@@ -100,7 +100,7 @@ def _hello(connection: socket.socket, seconds: float) -> tuple[int, Facts] | Non
 
 
 def follow(own: Launched, facts: Facts, timeout: float) -> tuple[Group, Wire]:
-    """Meet rank 0; the group, and the connection to it. RankError as of `lead`."""
+    """Meet rank 0. Return the group, and the connection to rank 0. RankError as in `lead`."""
     require_linux()
     wire = Wire(_connected(own, timeout), 0)
     try:
@@ -127,7 +127,7 @@ def _group(file: int, own: Launched, pids: Sequence[int], timeout: float) -> Gro
 
 
 def require_equal(rank: int, facts: Facts, theirs: Facts) -> None:
-    """RankError where `rank` has others than rank 0, whose `facts` are."""
+    """Raise RankError if `theirs`, of `rank`, differ from `facts`, of rank 0."""
     for name, mine in facts.items():
         if theirs.get(name) != mine:
             raise RankError(
@@ -177,7 +177,7 @@ def _connected(own: Launched, timeout: float) -> socket.socket:
 
 
 def _credentials(connection: socket.socket) -> tuple[int, int]:
-    """Process and user at the other end, from the kernel."""
+    """Process id and user id of the peer, from the kernel."""
     data = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, CREDENTIALS.size)
     pid, uid, _ = CREDENTIALS.unpack(data)
     return pid, uid

@@ -1,4 +1,4 @@
-"""Sessions of a tensor-parallel artifact: of this process's rank, or of all in threads."""
+"""Opens sessions of a tensor-parallel artifact: this process's rank, or all ranks as threads."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ from kvgraph.runtime.ranks.wire import Wire
 from kvgraph.runtime.sessions.base import Session, host_zeros
 
 COLLECTIVE_TIMEOUT = 60.0
-"""Seconds that a rank waits for another one."""
+"""Default time for which a rank waits for another one."""
 
 MOST_TIMEOUT = 86_400.0
 
 OPENING_SECONDS = 600.0
-"""That a rank may take to open its part of the weights."""
+"""Time in which a rank must open its part of the weights."""
 
 Make = Callable[[ArtifactFolder, int], Session]
-"""`make(artifact, num_threads)`: the session of one rank."""
+"""`make(artifact, num_threads)` opens the session of one rank."""
 
 
 def open_leader(
     artifact: ArtifactFolder, make: Make, num_threads: int | None, timeout: float | None
 ) -> Session:
-    """The session of all ranks. Under torchrun each is a process, else a thread of this one."""
+    """Open the session of all ranks: processes under torchrun, else threads of this process."""
     own = launched()
     seconds = _seconds(timeout)
     if own is None and Target.parse(artifact.manifest.target).kind != "cpu":
@@ -68,9 +68,9 @@ def follow(
     timeout: float | None,
     joined: Callable[[Launched], None] = lambda own: None,
 ) -> None:
-    """Run this process's rank until the leader is done; RankError where it is gone.
+    """Run this process's rank until the leader is done; RankError if the leader is lost.
 
-    `joined` is called once all ranks have met.
+    `joined`: called once all ranks have met.
     """
     own = launched()
     if own is None or own.rank == 0:
@@ -89,7 +89,7 @@ def follow(
 
 
 def _seconds(timeout: float | None) -> float:
-    """COLLECTIVE_TIMEOUT unless it is given; RankError for one that no clock counts."""
+    """`timeout`, or COLLECTIVE_TIMEOUT if None; RankError if it is out of range."""
     if timeout is not None and not 0 < timeout <= MOST_TIMEOUT:
         raise RankError(
             f"collective_timeout: expected more than 0 s, and {MOST_TIMEOUT:g} s at most, got "
@@ -121,13 +121,13 @@ def _in_threads(
 
 
 def _serve(follower: Follower, connection: socket.socket) -> None:
-    """What fails in a thread is told on stderr; the leader hears of it through the group."""
+    """Run a follower in a thread. Its error goes to stderr, and to the leader by the group."""
     with connection:
         follower.serve()
 
 
 def _threads(artifact: ArtifactFolder, num_threads: int | None, here: int | None = None) -> int:
-    """Of each rank: its share of the machine's, which has `here` of them, or all."""
+    """Threads of a rank: its share of this machine's cores. `here`: ranks here; None: all."""
     return num_threads or max(1, default_threads() // (here or artifact.ranks))
 
 
@@ -148,7 +148,7 @@ def _require_size(artifact: ArtifactFolder, own: Launched) -> None:
 
 
 def _facts(artifact: ArtifactFolder) -> meeting.Facts:
-    """What decides the bits of a step."""
+    """Values that decide the bits of a step's results; they must be equal on all ranks."""
     from hashlib import sha256
 
     from kvgraph.ops import native

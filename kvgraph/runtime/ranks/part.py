@@ -1,4 +1,4 @@
-"""A rank's part of a step."""
+"""Runs one rank's part of a step."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from kvgraph.runtime.sessions.base import Session
 def run_part(
     session: Session, group: Group, arrays: Sequence[Any], *, capture: bool
 ) -> npt.NDArray[np.float32]:
-    """Logits of the step; RankError names the rank for which it failed.
+    """Run a rank's part and return its logits; RankError names the rank that failed.
 
-    A part that fails fails the step of all ranks at once: else they would wait for this one. One
-    that was interrupted when all of it had run does not: it can run again.
+    If a part fails, the step is aborted on all ranks at once: else they would wait for this one.
+    A part that was interrupted after all of it had run aborts nothing: it can run again.
     """
     before = group.calls
     try:
@@ -38,6 +38,6 @@ def run_part(
 
 
 def has_run(session: Session, group: Group, before: int) -> bool:
-    """Whether all of a part has run that began at `before` calls of the group; False where that is
-    not known."""
+    """Whether all of a part has run since the group's call count was `before`; False if this is
+    unknown."""
     return session.runs_in_one_call and group.calls != before

@@ -1,11 +1,11 @@
-"""Messages between the leader and a follower: a JSON header, arrays behind it, and shared memory.
+"""Messages between the leader and a follower: JSON header, arrays, and shared memory.
 
     4 bytes   length of the header, little endian
     header    JSON; "arrays" lists dtype and shape of each array
     arrays    row-major, one after the other
 
-Memory that both map travels as a file descriptor of an anonymous file, which nothing names: no
-process leaves it behind, however it ends.
+Shared memory is sent as the file descriptor of an anonymous file. It has no name, so it is freed
+when both processes end, however they end.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Wire:
     def send(
         self, header: Mapping[str, Any], arrays: Sequence[Array] = (), file: int | None = None
     ) -> None:
-        """RankError where the other rank is gone."""
+        """Send a message; `file`: a descriptor to pass. RankError if the other rank is lost."""
         listed = [(array.dtype.name, array.shape) for array in arrays]
         text = json.dumps({**header, "arrays": listed}).encode()
         parts = [len(text).to_bytes(4, "little"), text]
@@ -60,7 +60,7 @@ class Wire:
             raise self._gone() from error
 
     def receive(self) -> tuple[dict[str, Any], list[Array], int | None]:
-        """Header, arrays and file descriptor of the next message; RankError where none comes."""
+        """Header, arrays and file descriptor of the next message; RankError if none comes."""
         head, file = self._head()
         length = int.from_bytes(head, "little")
         try:
@@ -82,16 +82,17 @@ class Wire:
         return np.frombuffer(self._exactly(count * dtype.itemsize), dtype).reshape(shape)
 
     def limit(self, seconds: float | None) -> None:
-        """How long a message may take; None: for ever."""
+        """Set the time that a message may take; None: no limit."""
         self._socket.settimeout(seconds)
 
     def watch(self, exit: int) -> None:
-        """Messages are waited for until the descriptor is readable: the other process has ended,
-        though a child of it may hold its end of the connection. -1: it cannot end alone."""
+        """Stop waiting for messages once descriptor `exit` is readable: the peer has ended.
+
+        A child of the peer may still hold the connection open. -1: wait for messages only."""
         self._exit = exit
 
     def require_open(self) -> None:
-        """RankError where the other end is closed. Only for one that nothing is awaited from."""
+        """Raise RankError if the connection is closed. Call it only if no message is expected."""
         if is_readable(self._socket.fileno()):
             raise self._gone()
 
@@ -99,12 +100,12 @@ class Wire:
         self._socket.close()
 
     def _head(self) -> tuple[bytes, int | None]:
-        """The first 4 bytes, with which a file comes."""
+        """The first 4 bytes of a message, and the file descriptor that comes with them."""
         self._await()
         try:
             data, files, _, _ = socket.recv_fds(self._socket, 4, 1)
         except TimeoutError as error:
-            if error.errno is not None:  # the system's own: its machine does not answer
+            if error.errno is not None:  # from the system: the peer's machine does not answer
                 raise self._gone() from error
             raise RankError(f"rank {self.peer}: expected a message, got none") from error
         except OSError as error:
@@ -141,7 +142,7 @@ class Wire:
 
 
 def require_linux() -> None:
-    """UnsupportedError where processes have neither anonymous shared memory nor pidfds."""
+    """Raise UnsupportedError on systems without anonymous shared memory or pidfds."""
     if not hasattr(os, "memfd_create") or not hasattr(os, "pidfd_open"):
         raise UnsupportedError(
             f"ranks: expected Linux, whose ranks share memory, got {sys.platform}"
@@ -149,7 +150,7 @@ def require_linux() -> None:
 
 
 def shared_file(nbytes: int) -> int:
-    """A descriptor of `nbytes` bytes of zeroed memory that processes can share; the caller's."""
+    """A descriptor of `nbytes` of zeroed memory that processes can share; the caller closes it."""
     require_linux()
     file = os.memfd_create("kvgraph", os.MFD_CLOEXEC)
     os.ftruncate(file, max(nbytes, 1))
@@ -157,7 +158,7 @@ def shared_file(nbytes: int) -> int:
 
 
 def mapped(file: int, shape: Sequence[int], dtype: str) -> Array:
-    """The memory of `file` as an array; the descriptor may be closed."""
+    """The memory of `file` as an array; the caller may then close the descriptor."""
     kind = DTYPES[dtype].numpy
     count = int(np.prod(shape, dtype=np.int64))
     memory = mmap.mmap(file, max(count * kind.itemsize, 1))

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def create(artifact: ArtifactFolder, kind: str | None, num_threads: int | None) -> Session:
-    """The session `kind` of the artifact's backend; None: its default."""
+    """Open session `kind` of the artifact's backend; None: the backend's default session."""
     manifest = artifact.manifest
     backend, target = find_backend(manifest.backend), Target.parse(manifest.target).kind
     runners = backend.targets[target].sessions if target in backend.targets else ()
@@ -29,7 +29,7 @@ def create(artifact: ArtifactFolder, kind: str | None, num_threads: int | None) 
     try:
         made = entry(artifact, num_threads) if runner.threads else entry(artifact)
     except KVGraphError:
-        artifact.require_unchanged()  # the cause, then
+        artifact.require_unchanged()  # if the folder changed, that is the cause
         raise
     artifact.require_unchanged()
     return made

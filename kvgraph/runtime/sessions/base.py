@@ -1,4 +1,4 @@
-"""What every session does: own memory, check the binding, run one step."""
+"""Session: the base of all sessions. It owns memory, checks bindings, and runs steps."""
 
 from __future__ import annotations
 
@@ -27,25 +27,25 @@ ALIGNMENT = 64
 
 
 class Session(ABC):
-    """A loaded artifact. One step at a time: one that overlaps another is a RequestError."""
+    """A loaded artifact that runs one step at a time; RequestError for overlapping calls."""
 
     host_pools = True
     """Whether pools are host memory, which processes can share."""
 
     memory: type = np.ndarray
-    """What `allocate` gives a buffer to hold."""
+    """Type of the handles of buffers that `allocate` returns."""
 
     runs_in_one_call = False
-    """Whether a step is one native call: an interrupt then comes before it or after it."""
+    """Whether a step is one native call, so that an interrupt comes before it or after it."""
 
     captures = False
     """Whether `run(..., capture=True)` is faster: the engine then pads decode steps to buckets."""
 
     step_tokens = DEFAULT_BATCH_TOKENS
-    """New tokens that an engine puts into a step at most, unless it is told otherwise."""
+    """Default of an engine's `max_batch_tokens`: most new tokens of a step."""
 
     limits: Mapping[str, int] = {}
-    """Dim -> most that a step may have of it, where what was compiled has a bound."""
+    """Largest extent of each dim that the compiled graph bounds, by name."""
 
     def __init__(self, artifact: ArtifactFolder) -> None:
         for leaf in artifact.params().leaves.values():
@@ -55,18 +55,18 @@ class Session(ABC):
         self._vocab = artifact.manifest.model.vocab_size
         self._checked: list[tuple[object, ...]] = []
         self._turns = Turns("Session")
-        self._last_run_completed = True  # False after a run that raised
+        self._last_run_completed = True  # False if the last run raised
 
     @property
     def identity(self) -> bytes:
-        """Of everything that decides a page's content; the root of the prefix cache."""
+        """Identity of everything that decides a page's content; the root of the prefix cache."""
         return self.artifact.manifest.identity
 
     def allocate(self, symbol: TensorType, sizes: Mapping[str, int]) -> Buffer:
-        """Lazily zeroed memory for `symbol` under `sizes` (dim -> extent).
+        """Allocate zeroed memory for `symbol` under `sizes` (dim -> extent); touched lazily.
 
-        BindingError where the symbol is not one of the artifact's: its layout parameters differ.
-        CapacityError for more than the system promises.
+        BindingError if the artifact has no such symbol, as its layout parameters differ.
+        CapacityError if the system has too little memory.
         """
         self._require_known(symbol)
         shape = symbol.extents(sizes)
@@ -75,14 +75,14 @@ class Session(ABC):
         except (MemoryError, ValueError) as error:
             raise too_little(symbol, shape) from error
 
-    def require_ranks(self) -> None:  # noqa: B027  # most sessions have one rank
-        """RankError where no step can run any more, since a rank has ended. Between two steps."""
+    def require_ranks(self) -> None:  # noqa: B027  # most sessions have no other ranks
+        """Raise RankError if a rank has ended, so that no step can run. Call it between steps."""
 
     def close(self) -> None:  # noqa: B027
-        """Let go of those who wait for its steps: the other ranks. Idempotent."""
+        """End the other ranks, which wait for steps. Idempotent."""
 
     def free_memory(self) -> int | None:
-        """Bytes that a pool may still take of the device's memory; None: it is in host memory."""
+        """Free bytes of the device's memory for a pool; None for a pool in host memory."""
         return None
 
     def _require_known(self, symbol: TensorType) -> None:
@@ -98,7 +98,7 @@ class Session(ABC):
         params.require_layout(self.artifact.manifest.layout, source="the artifact")
 
     def require_symbols(self, record: Iterable[TensorType]) -> None:
-        """BindingError unless a manager's record is the artifact's, position by position."""
+        """Raise BindingError unless a manager's record has the artifact's inputs, in order."""
         own = len(OWN_INPUTS)
         expected = self.signature.inputs[own:]
         for position, (mine, theirs) in enumerate(zip_longest(expected, record), start=own):
@@ -111,11 +111,11 @@ class Session(ABC):
     def run(
         self, inputs: ModelInputs, kv: KVCacheInputs, *, capture: bool = False
     ) -> npt.NDArray[np.float32]:
-        """One step of this shard's graph: logits `[num_logits, vocab]`; the pools are mutated.
+        """Run one step of this shard's graph: logits `[num_logits, vocab]`; the pools are mutated.
 
-        `kv` holds one device's record. `capture` says that steps of these very sizes will come
-        again: a session that can record one does, and replays it. The logits are valid until the
-        next call but one; without logits_indices there are none. BindingError names the first
+        `kv`: one device's record. `capture`: steps of exactly these sizes will come again; a
+        session that can capture a step does so, and replays it. The logits are valid until the
+        next call but one; without logits_indices there are no logits. BindingError names the first
         value that does not fit.
         """
         call = ("run", get_ident())
@@ -125,13 +125,13 @@ class Session(ABC):
             arrays = self._arrays(inputs, kv)
             self.synchronize()
             self._last_run_completed = False
-            if not len(inputs.tokens):  # an empty batch is legal, and no graph need know it
+            if not len(inputs.tokens):  # an empty batch is legal, but graphs need a token
                 logits = self._no_logits(inputs)
             else:
                 _require_within("tokens", arrays[0], self._vocab)
                 _require_within("logits_indices", arrays[LOGITS_INDICES], len(inputs.tokens))
                 num_logits = len(arrays[LOGITS_INDICES])
-                if not num_logits:  # a prompt's chunk: the graph computes those of one token
+                if not num_logits:  # a prompt's chunk: graphs need at least one row of logits
                     arrays[LOGITS_INDICES] = np.zeros(1, np.int32)
                 logits = self.run_arrays(arrays, capture=capture)[:num_logits]
             self._last_run_completed = True
@@ -152,7 +152,7 @@ class Session(ABC):
     def run_arrays(
         self, arrays: Sequence[Any], *, capture: bool = False
     ) -> npt.NDArray[np.float32]:
-        """As `run`, over checked arrays in the signature's order, on the host or the device."""
+        """Do as `run`, over checked arrays in the signature's order, on the host or the device."""
         return self._run_captured(arrays) if capture else self._run(arrays)
 
     def _arrays(self, inputs: ModelInputs, kv: KVCacheInputs) -> list[Any]:
@@ -175,8 +175,8 @@ class Session(ABC):
         return list(map(_dense, self.signature.inputs, arrays))
 
     def _require_fitting(self, values: list[Any], arrays: Sequence[Any]) -> None:
-        """BindingError unless dtypes and shapes fit, those of values and of the memory that they
-        hold; where both are the last step's, they are not compared again."""
+        """Raise BindingError unless dtypes and shapes of `values`, and of their memory `arrays`,
+        fit. Skip the comparison if both equal the last step's."""
         try:
             kinds: list[tuple[object, ...]] = [
                 (x.dtype, x.shape, getattr(x, "device", None)) for x in values
@@ -208,9 +208,9 @@ class Session(ABC):
             )
 
     def synchronize(self) -> None:
-        """After a run that raised: wait until nothing of it is on its way on a device any more.
+        """After a run that raised, wait until the device has finished all of it.
 
-        Else what its copies and kernels still read or write would be used again.
+        Otherwise memory that its copies and kernels still use would be reused.
         """
         if not self._last_run_completed:
             self._synchronize()
@@ -225,12 +225,12 @@ class Session(ABC):
         """Run over dense host arrays, or a device's own, in the signature's order."""
 
     def _run_captured(self, arrays: Sequence[Any]) -> npt.NDArray[np.float32]:
-        """As `_run`, for sizes that come again."""
+        """Run like `_run`, for sizes that come again."""
         return self._run(arrays)
 
 
 def host_zeros(shape: tuple[int, ...], dtype: str) -> Array:
-    """Zeroed, aligned host memory whose pages the system gives on first touch."""
+    """Zeroed host memory, aligned to ALIGNMENT bytes; the system provides pages on first touch."""
     kind = DTYPES[dtype].numpy
     nbytes = int(np.prod(shape, dtype=np.int64)) * kind.itemsize
     raw = np.zeros(nbytes + ALIGNMENT, np.uint8)
@@ -239,14 +239,14 @@ def host_zeros(shape: tuple[int, ...], dtype: str) -> Array:
 
 
 def _require_within(name: str, array: Array, end: int) -> None:
-    """BindingError for a number outside [0, end): below 0 a table would give its last rows."""
-    most = np.asarray(array).view(np.uint32).max(initial=0)  # a negative one is above all others
+    """Raise BindingError for a number outside [0, end): a negative index reads a table's end."""
+    most = np.asarray(array).view(np.uint32).max(initial=0)  # as uint32, negatives exceed `end`
     if most >= end:
         raise BindingError(f"{name}: expected numbers in [0, {end}), got {most.view(np.int32)}")
 
 
 def _require_said(symbol: TensorType, value: Typed, array: Typed) -> None:
-    """BindingError for a buffer of another kind of device, or whose memory is not what it says."""
+    """Raise BindingError if a buffer's device kind, dtype or shape differs from its memory's."""
     if isinstance(value, Buffer) and value.device.kind != symbol.device.kind:
         raise BindingError(
             f"{symbol.name}: expected memory on {symbol.device}, got a buffer on {value.device}"
@@ -274,7 +274,7 @@ def _no_memory(symbol: TensorType) -> BindingError:
 
 
 def _dense(symbol: TensorType, array: Array) -> Array:
-    """What may cross by its address: a row-major array; a buffer is never copied to make it so."""
+    """A row-major array, as the graph takes its address. A buffer is never copied for that."""
     if not isinstance(array, np.ndarray):
         return array  # memory that a session allocated on its device
     if array.flags.c_contiguous and (array.flags.writeable or symbol.kind == "tensor"):

@@ -1,9 +1,9 @@
-"""torch session on an NVIDIA GPU: the weightless program, our cubins, CUDA graphs.
+"""CudaSession: torch on an NVIDIA GPU, with the weightless program, our cubins, and CUDA graphs.
 
     host index tensors -> pinned memory -> fixed device addresses -> program -> pinned logits
 
-Prefill and mixed steps run the program operator by operator, on torch's stream; a decode step of
-a bucket's sizes is captured on first sight and replayed after, without Python between its layers.
+Prefill and mixed steps run the program op by op, on torch's stream. A decode step of a bucket's
+sizes is captured the first time and replayed afterwards, without Python between its layers.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ LEAST_CAPACITY = 1 << 13
 """Elements of an index tensor's first memory: a decode step's tokens never outgrow it."""
 
 MAX_CAPTURED = 256
-"""Graphs kept; the least recently run one goes first."""
+"""Most captured graphs; the least recently used one is dropped first."""
 
 
 class CudaSession(Session):
-    """Runs a `cuda` artifact. `gpu` is what launches: by default the GPU of the rank's number."""
+    """Runs a `cuda` artifact. `gpu`: launches the kernels; default: the GPU of the rank's index."""
 
     host_pools = False
     memory = torch.Tensor
@@ -63,19 +63,19 @@ class CudaSession(Session):
         self._on_host = [symbol.device.kind == "host" for symbol in self.signature.inputs]
         self._logits = itertools.cycle(_Logits(gpu.device, artifact.ranks) for _ in range(2))
         self._captured: dict[tuple[object, ...], Callable[[], torch.Tensor]] = {}
-        self._records = True  # whether steps are captured from now on
-        self._captured_logits = torch.empty(0)  # where all graphs write theirs
-        # Of their own: a long prompt that needs more memory must not move what graphs read.
+        self._records = True  # whether new steps may be captured
+        self._captured_logits = torch.empty(0)  # output of all graphs
+        # Separate uploaders: a long prompt that needs more memory must not move graphs' inputs.
         self._upload, self._upload_captured = self.uploader(), self.uploader(self._captured.clear)
 
     # -- memory
 
     def allocate(self, symbol: TensorType, sizes: Mapping[str, int]) -> Buffer:
-        """Zeroed device memory, once this returns: pages are copied into it on another stream.
-        CapacityError where the device has too little.
+        """Allocate zeroed device memory; zeroed on return, as another stream copies pages into it.
+        CapacityError if the device has too little memory.
 
-        Captured steps go: those of a pool that went are never found again, or on one rank alone,
-        where the new pool has the old one's address.
+        Captured steps are dropped. They would never match again, or only on the one rank where the
+        new pool has the address of the old one.
         """
         self._require_known(symbol)
         self._captured.clear()
@@ -99,8 +99,9 @@ class CudaSession(Session):
             return self.gpu.free_memory()
 
     def uploader(self, moved: Callable[[], object] = lambda: None) -> Upload:
-        """Copies index tensors to the device, each symbol's to one address until it outgrows its
-        memory: then `moved` is called."""
+        """Make a function that copies index tensors to the device, to one address per symbol.
+
+        When a tensor outgrows its memory, it gets another address, and `moved` is called."""
         tensors: dict[str, _IndexTensor] = {}
 
         def upload(symbol: TensorType, values: npt.NDArray[np.int32], capacity: int) -> Buffer:
@@ -126,7 +127,7 @@ class CudaSession(Session):
             return self._pages.pinned(nbytes)
 
     def increment(self, cache_lengths: Buffer, row_offsets: Any) -> None:
-        """`cache_lengths += row_offsets[1:] - row_offsets[:-1]` on the device; nothing waits."""
+        """Enqueue `cache_lengths += row_offsets[1:] - row_offsets[:-1]` on the device."""
         offsets = row_offsets
         with told_by_torch():
             if isinstance(row_offsets, np.ndarray):
@@ -143,22 +144,22 @@ class CudaSession(Session):
         return self._fitted(lambda: self._replay(self._place(arrays, self._upload_captured)))
 
     def _fitted(self, step: Callable[[], torch.Tensor]) -> npt.NDArray[np.float32]:
-        """The step's logits. Where memory is too little next to the graphs, these go, and it runs
-        once more: it stores the same again. Not so with other ranks, which have run it."""
+        """Run the step and return its logits. If memory is short, drop the graphs and run it once
+        more: it writes the same values. With other ranks raise: they have already run the step."""
         try:
             return self._once(step)
         except CapacityError as error:
             if self.artifact.ranks > 1 or not self._captured:
                 raise
             self._drop_graphs(error)
-        gc.collect()  # the error is gone, and what the step had allocated with it
+        gc.collect()  # frees the error, and the tensors of the failed step that it refers to
         if self.gpu.device.type == "cuda":
-            torch.cuda.empty_cache()  # the graphs' memory, for what torch does not allocate too
+            torch.cuda.empty_cache()  # returns the graphs' memory to allocators other than torch's
         return self._once(step)
 
     def _once(self, step: Callable[[], torch.Tensor]) -> npt.NDArray[np.float32]:
         with told_by_torch(), torch.inference_mode():
-            logits = step()  # where it raises, what the last call gave stays
+            logits = step()  # if this raises, the logits of the last call stay valid
             return next(self._logits).download(logits)
 
     def _synchronize(self) -> None:
@@ -167,7 +168,7 @@ class CudaSession(Session):
                 torch.cuda.synchronize(self.gpu.device)
 
     def _place(self, arrays: Sequence[Any], upload: Upload) -> list[torch.Tensor]:
-        """Every input where the program reads it; what is on the device already stays."""
+        """Every input where the program reads it; tensors on the device stay where they are."""
         return [
             self._tensor(symbol, array, upload)
             for symbol, array in zip(self.signature.inputs, arrays, strict=True)
@@ -192,15 +193,15 @@ class CudaSession(Session):
         if step is None:
             logits: torch.Tensor = self._program(*tensors)[0]
             return logits
-        self._captured[key] = step  # the youngest
+        self._captured[key] = step  # most recently used
         return step()
 
     def _capture(self, tensors: list[torch.Tensor]) -> Callable[[], torch.Tensor] | None:
-        """None where memory is too little: what was captured stays, and nothing more is.
+        """Capture a step; None if memory is short: existing graphs stay, and no more are made.
 
-        Not so with other ranks, which would wait for another number of collectives.
+        With other ranks raise: they would wait for a different number of collectives.
         """
-        # Values that decide grids are the captured step's own.
+        # A graph keeps the host values of its captured step, which decide the kernels' grids.
         kept = [t.clone() if h else t for t, h in zip(tensors, self._on_host, strict=True)]
         try:
             with told_by_torch():
@@ -219,8 +220,8 @@ class CudaSession(Session):
             return None
 
     def _rows_of_logits(self, rows: int) -> torch.Tensor:
-        """Memory of all graphs, outside of theirs: a step's logits are on the host before the next
-        one runs. Graphs of fewer rows keep what they were captured over."""
+        """Output memory that all graphs share: a step's logits are copied to the host before the
+        next step runs. Graphs of fewer rows keep the tensor that they were captured with."""
         if len(self._captured_logits) < rows:
             most = max(rows, 2 * len(self._captured_logits))
             self._captured_logits = torch.empty(
@@ -240,21 +241,21 @@ class CudaSession(Session):
 
 
 def _seen(tensor: torch.Tensor, on_host: bool) -> tuple[object, ...]:
-    """What a captured step depends on: addresses on the device, values on the host."""
+    """Part of a captured step's key: an address and shape on the device, or values on the host."""
     if on_host:
         return tuple(tensor.flatten().tolist())
     return (tensor.data_ptr(), *tensor.shape)
 
 
 class _IndexTensor:
-    """Device memory at one address, and page-locked host memory, for copies that do not wait."""
+    """Device memory at one address, and page-locked host memory for asynchronous copies."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._host = self._there = torch.empty(0, dtype=torch.int32)
 
     def grow(self, size: int, capacity: int) -> bool:
-        """Whether it had to, for `size` elements: it has another address then."""
+        """Grow to `size` elements if needed; return whether the address changed."""
         if self._there.numel() >= size:
             return False
         capacity = max(capacity, LEAST_CAPACITY, 2 * self._there.numel())
@@ -263,7 +264,7 @@ class _IndexTensor:
         return True
 
     def upload(self, values: npt.NDArray[np.int32]) -> torch.Tensor:
-        """`values` on the device; the host copy may be overwritten once the step has run."""
+        """Enqueue a copy of `values` to the device. The host copy is reusable after the step."""
         host, there = self._host[: values.size], self._there[: values.size]
         host.numpy()[:] = values.reshape(-1)
         there.copy_(host, non_blocking=True)
@@ -271,14 +272,14 @@ class _IndexTensor:
 
 
 class _Logits:
-    """Page-locked host memory that a step's logits come to."""
+    """Page-locked host memory for a step's logits."""
 
     def __init__(self, device: torch.device, ranks: int) -> None:
         self._device, self._ranks = device, ranks
         self._host = torch.empty(0)
 
     def download(self, values: torch.Tensor) -> npt.NDArray[np.float32]:
-        """`values` on the host, once everything before them on the stream has run."""
+        """Copy `values` to the host, and wait for all earlier work on the stream."""
         if values.device.type == "cpu":
             return values.clone().numpy()
         if self._host.numel() < values.numel():

@@ -1,10 +1,10 @@
-"""One CUDA device through NVIDIA's own bindings of the driver API: memory, a stream, graphs.
+"""CudaDevice: memory, a stream and graphs of one CUDA device, by NVIDIA's driver API bindings.
 
 Decision: `cuda-bindings` instead of torch, whose wheel is 300 times larger, and instead of more
 entry points in our launcher: every call here is one documented function of the driver.
-The device's primary context is used, which TensorRT and torch share: it is current while a method
-or a `with device.current()` of ours runs, and the caller's is again after it. It is never released:
-our launcher keeps modules in it.
+The device's primary context is used, which TensorRT and torch share. It is current while a method
+or `with device.current()` runs; then the caller's context is current again. It is never released,
+because our launcher keeps modules in it.
 """
 
 from __future__ import annotations
@@ -27,15 +27,16 @@ from kvgraph.runtime.sessions.cuda_errors import of_number
 from kvgraph.runtime.sessions.uncollected import uncollected
 
 REFUSALS = (DeviceError, CapacityError)
-"""What `CudaDevice.call` raises."""
+"""Errors that `CudaDevice.call` raises."""
 
 INSTALL = "pip install 'kvgraph[tensorrt]'"
 
 
 class DeviceArray:
-    """Memory on a device: freed when the last reference goes.
+    """Device memory, freed when the last reference is dropped.
 
-    Opaque to a cache manager; `address` is what a kernel gets. Row-major, `shape` in elements.
+    A cache manager treats it as opaque. `address`: pointer for kernels. Row-major; `shape` in
+    elements.
     """
 
     def __init__(self, device: CudaDevice, dtype: str, shape: tuple[int, ...]) -> None:
@@ -44,12 +45,12 @@ class DeviceArray:
         with device.current():
             self.address = int(device.call("cuMemAlloc", max(self.nbytes, 1)))
         self._free = weakref.finalize(self, _free, device, "cuMemFree", self.address)
-        self._free.atexit = False  # the driver frees all of a process that ends
+        self._free.atexit = False  # at process exit, the driver frees everything
 
 
 class PinnedArray:
-    """Host memory that the device copies from and to without staging, as bytes: freed when the
-    last view of them goes, whatever became of this object."""
+    """Page-locked host memory as bytes, for copies without staging. It is freed when its last view
+    is dropped, even if this object is dropped earlier."""
 
     def __init__(self, device: CudaDevice, nbytes: int) -> None:
         with device.current():
@@ -73,12 +74,14 @@ class Graph:
 
 
 class CudaDevice:
-    """`ordinal` counts the devices that the driver shows. Methods enqueue on the one stream, which
-    goes with the last reference; those that need the context take that the caller made it current.
+    """One CUDA device with one stream. `ordinal`: index among the devices that the driver shows.
 
-    MissingDependencyError without cuda-bindings, which `install` brings; DeviceError where there is
-    no driver or no such device, and for every call that the driver refuses (CapacityError: out of
-    memory; DeviceLostError: nothing runs in the context any more).
+    Methods enqueue on the stream, which is destroyed with the last reference. Methods that need
+    the context expect that the caller has made it current.
+
+    MissingDependencyError without cuda-bindings, which `install` installs. DeviceError without a
+    driver or such a device, and for each failed driver call (CapacityError: out of memory;
+    DeviceLostError: the context is unusable).
     """
 
     def __init__(self, ordinal: int = 0, *, install: str = INSTALL) -> None:
@@ -102,7 +105,7 @@ class CudaDevice:
             self.call("cuInit", 0)
         except KVGraphError:
             raise
-        except Exception as error:  # the bindings' own, where there is no libcuda
+        except Exception as error:  # of the bindings, if there is no libcuda
             let_pass(error)
             raise DeviceError(
                 f"cuda:{self.ordinal}: expected an NVIDIA driver on this machine, got none "
@@ -110,7 +113,7 @@ class CudaDevice:
             ) from error
 
     def call(self, name: str, *arguments: Any) -> Any:
-        """One function of the driver: its result, or one of REFUSALS with the driver's word."""
+        """Call a driver function: return its result, or raise one of REFUSALS with its status."""
         status, *results = getattr(self._driver, name)(*arguments)
         if int(status):
             word = getattr(status, "name", str(status))
@@ -120,17 +123,17 @@ class CudaDevice:
 
     @contextlib.contextmanager
     def current(self) -> Iterator[None]:
-        """The device's context is the calling thread's, then the one that was before."""
+        """Make the device's context current in this thread, and restore the previous one."""
         self.call("cuCtxPushCurrent", self._context)
         try:
             yield
         finally:
-            with contextlib.suppress(*REFUSALS):  # told of earlier work; the next call tells it too
+            with contextlib.suppress(*REFUSALS):  # an error of earlier work; the next call has it
                 self.call("cuCtxPopCurrent")
 
     @property
     def arch(self) -> str:
-        """ "sm_89" of an RTX 4090."""
+        """Architecture of the device, such as "sm_89" for an RTX 4090."""
         attribute = self._driver.CUdevice_attribute
         major, minor = (
             int(self.call("cuDeviceGetAttribute", each, self._device))
@@ -148,7 +151,7 @@ class CudaDevice:
 
     @property
     def free_memory(self) -> int:
-        """Bytes that no process has taken."""
+        """Bytes of device memory that are free for all processes."""
         with self.current():
             return int(self.call("cuMemGetInfo"))
 
@@ -170,7 +173,7 @@ class CudaDevice:
         self.call("cuStreamSynchronize", self.stream)
 
     def capture(self, enqueue: Callable[[], None]) -> Graph:
-        """What `enqueue` enqueues, as a graph; nothing runs. Ends the capture on every way out."""
+        """Capture the work of `enqueue` as a graph; nothing runs. Errors end the capture too."""
         mode = self._driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
         with uncollected():
             try:
@@ -188,12 +191,12 @@ class CudaDevice:
 
 
 def _free(device: CudaDevice, name: str, handle: Any) -> None:
-    with contextlib.suppress(*REFUSALS), device.current():  # no caller is left to be told
+    with contextlib.suppress(*REFUSALS), device.current():  # no caller could handle an error
         device.call(name, handle)
 
 
 def _destroy_stream(driver: ModuleType, context: object, stream: object) -> None:
-    """The driver frees it once what is enqueued has run."""
+    """Destroy a stream; the driver frees it once its enqueued work has run."""
     (refused, *_) = driver.cuCtxPushCurrent(context)
     if not int(refused):
         driver.cuStreamDestroy(stream)

@@ -1,6 +1,6 @@
-"""What an error of CUDA means, whoever tells it: the driver, torch, TensorRT or ONNX Runtime.
+"""Classifies CUDA errors of the driver, torch, TensorRT and ONNX Runtime.
 
-The driver has numbers. The others have sentences, in which its names or its descriptions stand.
+The driver returns numbers. The others raise messages that contain its names or descriptions.
 """
 
 from __future__ import annotations
@@ -45,18 +45,18 @@ _FULL = re.compile(
     r"|expected success of the CUDA driver, got .* \(2\):",
     re.IGNORECASE,
 )
-"""The last one is our launcher's, under a driver that has no name for the number."""
+"""The last pattern is our launcher's message, if the driver has no name for the number."""
 
 
 def of_number(number: int, sentence: str) -> DeviceError | CapacityError:
-    """The error for what the driver returned."""
+    """The error class for status `number` of the driver, with message `sentence`."""
     if number == OUT_OF_MEMORY:
         return CapacityError(sentence)
     return _lost(sentence) if number in LOST else DeviceError(sentence)
 
 
 def of_text(text: str) -> type[CapacityError | DeviceLostError] | None:
-    """The kind of an error that a framework told in `text`; None: neither of these two."""
+    """The kind of error that a framework's message `text` describes; None: neither of the two."""
     if _LOST.search(text):
         return DeviceLostError
     return CapacityError if _FULL.search(text) else None
@@ -69,7 +69,7 @@ def step_error(sentence: str, text: str) -> KVGraphError:
 
 
 def opening_error(path: Path, text: str) -> KVGraphError | None:
-    """The error for a file that was refused with `text`, where the GPU is why and not the file."""
+    """The error for file `path`, if `text` says that the GPU is the cause; None if it is not."""
     kind, lines = of_text(text), text.strip().splitlines()
     if kind is CapacityError:
         return CapacityError(
@@ -80,14 +80,15 @@ def opening_error(path: Path, text: str) -> KVGraphError | None:
 
 
 def _lost(sentence: str) -> DeviceLostError:
-    """With the next step, which the driver's callers may have said."""
+    """The error with the remedy, which the sentence may contain already."""
     return DeviceLostError(sentence if START_AGAIN in sentence else f"{sentence}; {START_AGAIN}")
 
 
 @contextmanager
 def told_by_torch() -> Iterator[None]:
-    """Errors of torch as ours: CapacityError, DeviceLostError, KernelError. A plain DeviceError of
-    our launcher becomes one of the first two where its text says so."""
+    """Convert torch's errors to CapacityError, DeviceLostError or KernelError.
+
+    A plain DeviceError of our launcher becomes one of the first two if its text says so."""
     try:
         yield
     except KVGraphError as error:
@@ -95,7 +96,7 @@ def told_by_torch() -> Iterator[None]:
         if kind is None:
             raise
         raise (_lost if kind is DeviceLostError else kind)(str(error)) from error
-    except RuntimeError as error:  # torch.OutOfMemoryError and torch.AcceleratorError are, too
+    except RuntimeError as error:  # includes torch.OutOfMemoryError and torch.AcceleratorError
         let_pass(error)
         lines = str(error).splitlines() or [type(error).__name__]
         raise step_error(f"cuda: {lines[0]}", str(error)) from error

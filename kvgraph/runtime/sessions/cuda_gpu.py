@@ -1,4 +1,4 @@
-"""The GPU of this machine: the artifact's cubins on torch's streams, in torch's CUDA graphs."""
+"""CudaGpu: launches an artifact's cubins on torch's streams, and captures CUDA graphs."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from kvgraph.runtime.sessions.uncollected import uncollected
 class CudaGpu:
     """GPU `ordinal` with the kernels of an artifact's folder, on torch's current stream.
 
-    `ranks`: of the artifact; with several, their collectives are among what is waited for.
+    `ranks`: of the artifact; with several, waits include the ranks' collectives.
     """
 
     def __init__(self, folder: Path, ordinal: int = 0, ranks: int = 1) -> None:
@@ -32,15 +32,15 @@ class CudaGpu:
                 f"{torch.__version__}; pip install torch"
             )
         self.device, self._ranks = torch.device("cuda", ordinal), ranks
-        torch.zeros(1, device=self.device)  # its context is the one that cubins are loaded into
+        torch.zeros(1, device=self.device)  # creates the context that cubins are loaded into
         self._cubins = Cubins(folder / "kernels", ordinal)
         self.arch, self.multiprocessors = self._cubins.arch, self._cubins.multiprocessors
         self._pool: Any = None
-        self._graphs: WeakSet[torch.cuda.CUDAGraph] = WeakSet()  # that share the pool's memory
+        self._graphs: WeakSet[torch.cuda.CUDAGraph] = WeakSet()  # graphs that use `_pool`
         self._stream = torch.cuda.Stream(self.device)
 
     def free_memory(self) -> int:
-        """Memory that torch keeps for later tensors is not free."""
+        """Free bytes of the device, without memory that torch caches for later tensors."""
         free: int = torch.cuda.mem_get_info(self.device)[0]
         return free
 
@@ -48,7 +48,7 @@ class CudaGpu:
         self._cubins.require(variants)
 
     def launch(self, plan: LaunchPlan, operands: Operands) -> None:
-        """Scratch memory goes back to torch's allocator at once: the stream orders its reuse."""
+        """Enqueue `plan`. Its scratch memory is freed at once: the stream orders its reuse."""
         if plan.scratch:
             operands = {**operands, **self._scratch(plan)}
         addresses = {name: tensor.data_ptr() for name, tensor in operands.items()}
@@ -62,11 +62,11 @@ class CudaGpu:
         }
 
     def capture(self, step: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
-        """Once for real, as libraries set themselves up; then recorded, on the same stream.
+        """Run `step` once, so that libraries initialise, then record it on the same stream.
 
-        One stream for all captures: libraries keep workspaces per stream, and these must not come
-        from the graphs' memory. Not by `torch.cuda.graph`, which gives all that torch's allocator
-        keeps back to the driver: graphs would take the memory of the largest step.
+        All captures share one stream: libraries keep a workspace per stream, which must not come
+        from the graphs' memory. `torch.cuda.graph` is not used, as it returns the memory that
+        torch's allocator caches to the driver: graphs would take the memory of the largest step.
         """
         graph, stream = torch.cuda.CUDAGraph(), self._stream
         stream.wait_stream(torch.cuda.current_stream(self.device))
@@ -88,12 +88,12 @@ class CudaGpu:
     def _record(
         self, graph: torch.cuda.CUDAGraph, step: Callable[[], torch.Tensor]
     ) -> torch.Tensor:
-        """Ends the capture on every way out; the step's own error is the one that is told."""
-        if not self._graphs:  # torch refuses a pool whose last graph has gone
+        """Record `step`. The capture ends even on errors, and the step's own error is raised."""
+        if not self._graphs:  # torch rejects a pool whose last graph was freed
             if self._pool is not None:
-                torch.cuda.empty_cache()  # a capture does not get at the old pool's memory
+                torch.cuda.empty_cache()  # a capture cannot reuse the old pool's memory
             self._pool = torch.cuda.graph_pool_handle()
-        # Errors of this thread alone: copies between tiers go on meanwhile.
+        # Thread-local mode: copies between tiers continue in other threads.
         graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
         self._graphs.add(graph)
         try:
@@ -109,5 +109,5 @@ class CudaGpu:
         try:
             graph.capture_end()
         except RuntimeError:
-            self._graphs = WeakSet()  # torch may go on recording into this pool
+            self._graphs = WeakSet()  # torch may still record into this pool: use another one
             raise

@@ -16,14 +16,14 @@ from kvgraph.errors import CapacityError
 from kvgraph.kv.tiers.copies import Rows
 
 PAGE = 4096
-"""Bytes; what is locked begins and ends at one."""
+"""Page size of the host in bytes; locked ranges begin and end at a multiple."""
 
 
 class PageCopies:
-    """On a stream of its own, so that neither waits for a step's kernels.
+    """Copies pages on a separate stream, so that neither copies nor steps wait for the other.
 
-    What a call copies is complete when it returns. Steps need no ordering with it: `run` returns
-    when its kernels have ended, and none that starts meanwhile touches these pages.
+    A copy is complete when its call returns. It needs no ordering with steps: `run` returns when
+    its kernels have ended, and no step that starts meanwhile uses these pages.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -43,13 +43,14 @@ class PageCopies:
         self._each(buffer, pages, rows, copy)
 
     def settle(self) -> None:
-        """Wait for the steps' stream: what copies find is what was enqueued there before."""
+        """Wait for the steps' stream, so that later copies see all work that is enqueued there."""
         if self._stream is not None:
             torch.cuda.current_stream(self._device).synchronize()
 
     def pinned(self, nbytes: int) -> npt.NDArray[np.uint8]:
-        """Page-locked as long as a view of it lives. torch's own memory of this kind has a power of
-        two of bytes: up to twice a slab's."""
+        """Page-locked bytes, as long as a view of them is referenced.
+
+        torch's own pinned memory is rounded to a power of two: up to twice a slab's size."""
         memory = np.empty(nbytes + 2 * PAGE, np.uint8)
         if self._stream is None:
             return memory[:nbytes]
@@ -59,12 +60,12 @@ class PageCopies:
             cudart = torch.cuda.cudart()
             self._require_locked(int(cudart.cudaHostRegister(address, length, 0)), nbytes)
             free = weakref.finalize(memory, cudart.cudaHostUnregister, address)
-            free.atexit = False  # the driver unlocks all of a process that ends
+            free.atexit = False  # at process exit, the driver unlocks everything
         return memory[start : start + nbytes]
 
     def _require_locked(self, status: int, nbytes: int) -> None:
         if status:
-            with suppress(RuntimeError):  # else torch tells the error of what it launches next
+            with suppress(RuntimeError):  # clears the error, which torch's next launch would raise
                 torch.zeros(1, device=self._device)
             raise CapacityError(
                 f"host memory: expected {size_text(nbytes)} that the system locks for "
@@ -79,7 +80,7 @@ class PageCopies:
         copy: Callable[[torch.Tensor, torch.Tensor], None],
     ) -> None:
         pool = buffer.handle.view(torch.uint8).flatten(1)
-        with torch.cuda.stream(self._stream):  # no stream: nothing happens
+        with torch.cuda.stream(self._stream):  # None: no effect
             for page, row in zip(pages, rows, strict=True):
                 copy(pool[page], torch.from_numpy(row))
         if self._stream is not None:

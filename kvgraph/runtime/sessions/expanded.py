@@ -1,9 +1,9 @@
-"""Linear layers of many rows over small weights: torch's product with the weight in full.
+"""Linear layers of many rows over quantized weights: torch's product with the expanded weight.
 
-Of 2,048 rows a product in torch's library takes 22 to 47 % of the time that a kernel takes which
-converts numbers as it multiplies. Writing the weight in the activations' dtype costs less
-than that saves above CONVERTED_ROWS (docs/results/gpu.md). It is written in pieces, into the same
-memory; in few, as Python takes longer for a launch than the device for a small piece.
+For 2,048 rows, a product of torch's library takes 22 to 47 % of the time of a kernel that converts
+numbers as it multiplies. Above CONVERTED_ROWS, this saves more time than it takes to expand the
+weight to the activations' dtype (docs/results/gpu.md). The weight is expanded in pieces, into the
+same memory; the pieces are large, as a launch from Python takes longer than a small piece.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from kvgraph.kernels.linear_plan import (
 )
 
 CONVERTED_ROWS, ROUNDED_ROWS = 512, 1024
-"""At most, by a kernel: there both take about as long. The latter, an estimate, is of rows that are
-rounded."""
+"""Most rows for which a converting kernel is used: both ways take about as long there. ROUNDED_ROWS
+is for activations that are rounded, and is an estimate."""
 PIECE = 128 << 20
-"""Bytes of a weight that are written at a time."""
+"""Most bytes of a weight that are expanded at a time."""
 
 Operands = Mapping[str, torch.Tensor]
 
 
 class Expanded:
-    """`quantized_linear` of `shape`, for `launch` on GPUs of `arch`.
+    """Runs `quantized_linear` of `shape` by `launch`, on GPUs of `arch`.
 
     Legend: M rows, K inputs, N columns of an output.
     """
@@ -49,7 +49,7 @@ class Expanded:
         self._columns = max(PIECE // column // EXPANDED_COLUMNS, 1) * EXPANDED_COLUMNS
 
     def run(self, x_MK: torch.Tensor, operands: Operands, outs_MN: Sequence[torch.Tensor]) -> None:
-        """Write `outs_MN`. `operands` are the op's."""
+        """Write `outs_MN`. `operands`: those of the op, by name."""
         if self._restore is not None:
             given = {"x": x_MK, "restored": (x_MK := torch.empty_like(x_MK))}
             self._launch(self._restore(len(x_MK)), given)
@@ -71,15 +71,15 @@ class Expanded:
                 bias = _part(bias_N, slice(turn, None, 2))
                 out_MN = both_MN[turn][:, first // 2 : (first + len(plain_NK)) // 2]
                 _multiply(x_MK, half_NK, bias, out_MN)
-        # In place: each element is read, then written.
+        # In place: each element is read before it is written.
         given = {"gate": gate_MN, "up": both_MN[1], "out": gate_MN}
         self._launch(self._gate(len(gate_MN)), given)
 
     def _pieces(
         self, x_MK: torch.Tensor, operands: Operands
     ) -> Iterator[tuple[int, torch.Tensor, torch.Tensor | None]]:
-        """A first column of the weight, so many columns from there on `[columns, K]`, gates first,
-        and their bias. The next piece is written over the last one."""
+        """Yield the pieces of the expanded weight: first column, columns `[columns, K]` (gates
+        first), and their bias. Each piece overwrites the previous one."""
         columns, bias_N = self._shape.columns, operands.get("bias")
         memory = x_MK.new_empty(min(self._columns, columns), self._shape.in_features)
         for first in range(0, columns, self._columns):

@@ -1,8 +1,8 @@
-"""Our ops in a program as launches: each a function of what a step gives.
+"""Replaces kvgraph's ops in a program by launches: each runs as a function of a step's inputs.
 
-A launch knows its weights and the constants of its kernels, so a step plans grids and launches and
-decides nothing else: what Python does between two launches, the device may wait for. What launches
-is a `Gpu`'s matter: cubins, or Triton's interpreter in tests.
+A launch holds its weights and the constants of its kernels, so a step only plans grids and
+launches: the device may wait for any Python code between two launches. A `Gpu` does the launching:
+with cubins, or with Triton's interpreter in tests.
 """
 
 from __future__ import annotations
@@ -47,21 +47,21 @@ from kvgraph.runtime.sessions.scaled import OUTS, SCALED_ROWS, Scaled
 
 Operands = Mapping[str, torch.Tensor]
 MUTATED = UPDATE_AND_ATTEND.mutated
-"""Written in place, so never copied; sessions allocate them row-major."""
+"""Operands written in place, so never copied; sessions allocate them row-major."""
 
 
 class Gpu(Protocol):
-    """What launches and captures. `arch` is the one whose kernels are launched."""
+    """Device that launches and captures. `arch`: architecture of the kernels that it launches."""
 
     device: torch.device
     arch: str
     multiprocessors: int
 
     def free_memory(self) -> int | None:
-        """Bytes that are not taken; None: a device that stands for one."""
+        """Free bytes of the device; None for a simulated device."""
 
     def require(self, variants: Iterable[Variant]) -> None:
-        """ArtifactError unless every one of `variants` can be launched."""
+        """Raise ArtifactError unless all `variants` can be launched."""
 
     def launch(self, plan: LaunchPlan, operands: Operands) -> None:
         """Enqueue `plan` on the current stream; operands by the names of kernel parameters."""
@@ -71,14 +71,14 @@ class Gpu(Protocol):
 
 
 class Shared:
-    """Calls that several launches of a step need the result of, each made once."""
+    """Adds calls that several launches of a step share to the graph, once each."""
 
     def __init__(self, graph: torch.fx.Graph) -> None:
         self._graph = graph
         self._calls: dict[tuple[object, ...], torch.fx.Node] = {}
 
     def call(self, function: Callable[..., object], *given: torch.fx.Node) -> torch.fx.Node:
-        """Where its first caller is: nodes are asked for in the order in which they run."""
+        """The node of a call, inserted before its first user: nodes are requested in run order."""
         key = function, *given
         if key not in self._calls:
             self._calls[key] = self._graph.call_function(function, given)
@@ -100,10 +100,11 @@ def launches_of(
 
 
 class Launches:
-    """A node of ours as `run`, a function of what a step gives: `names` of `spec`'s inputs.
+    """One op's node as a function `run` of a step's values: `names` of `spec`'s inputs.
 
-    Weights are bound, and made dense once; `loose` are the operands that are made so in every step.
-    Those of `strided` are rows of larger tensors, which the kernel takes so many elements apart.
+    Weights are bound, and made dense once. `loose`: operands that are made dense in every step.
+    `strided`: operands whose rows are parts of a larger tensor, with the row stride in elements
+    that the kernel was compiled for.
     """
 
     spec: OpSpec
@@ -124,17 +125,17 @@ class Launches:
         self._launch = gpu.launch
 
     def keep_rows(self, strides: Mapping[str, int], *names: str) -> None:
-        """Of these operands no other is made dense, and none that is a part of a larger tensor."""
+        """Restrict `loose` to dense operands of `names`, and add the others to `strided`."""
         own = {name: is_dense(self.nodes[name].meta["val"]) for name in names}
         self.loose = tuple(name for name in names if own[name])
         self.strided = {name: strides[name] for name in names if not own[name]}
 
     def inputs(self, shared: Shared) -> tuple[torch.fx.Node, ...]:
-        """What `run` is called with."""
+        """The nodes whose values `run` is called with."""
         return tuple(self.nodes[name] for name in self.names)
 
     def operands(self, inputs: Iterable[torch.Tensor]) -> dict[str, torch.Tensor]:
-        """By name, as kernels take them."""
+        """Operands of the kernel by name."""
         made = self.bound.copy()
         made.update(zip(self.names, inputs, strict=True))
         for name in self.loose:
@@ -145,7 +146,7 @@ class Launches:
 
 
 class Attention(Launches):
-    """update_and_attend of one layer. `run` is given what is the same in all layers first."""
+    """update_and_attend of one layer. `run` first takes the bounds, which all layers share."""
 
     spec = UPDATE_AND_ATTEND
 
@@ -192,7 +193,7 @@ class Attention(Launches):
 
 
 class RmsNorm(Launches):
-    """rms_norm over the last dim, alone or after the sum with a residual stream."""
+    """rms_norm over the last dim; optionally after adding a residual stream."""
 
     spec = RMS_NORM
 
@@ -214,7 +215,7 @@ class RmsNorm(Launches):
 
 
 class SiluMul(Launches):
-    """silu(gate) * up."""
+    """silu(gate) * up, over the last dim."""
 
     spec = SILU_MUL
 
@@ -235,7 +236,7 @@ class SiluMul(Launches):
 
 
 class Route(Launches):
-    """Which experts rows take, and their weights."""
+    """The experts that each row takes, and their weights."""
 
     spec = ROUTE
 
@@ -277,7 +278,7 @@ class FusedExperts(Launches):
 
 
 class QuantizedLinear(Launches):
-    """Linear layers of one input over small weights: a result for each output, or an empty one."""
+    """Linear layers of one input over quantized weights: one result per output, or an empty one."""
 
     spec = QUANTIZED_LINEAR
 
@@ -324,7 +325,7 @@ _KINDS: dict[object, type[Unit]] = {
 }
 
 Bounds = tuple[int, int, int, int]
-"""Rows of the batch, pages in a row of the table, and both of `max_lengths[0]`."""
+"""Batch rows, width of the lookup table in pages, and the two numbers of `max_lengths[0]`."""
 
 
 def bounds_of(max_lengths: torch.Tensor, table: torch.Tensor) -> Bounds:
@@ -333,7 +334,7 @@ def bounds_of(max_lengths: torch.Tensor, table: torch.Tensor) -> Bounds:
 
 
 def _require_rows(name: str, x: torch.Tensor, stride: int) -> None:
-    """KernelError for other rows than the program says: its kernel has their stride."""
+    """Raise KernelError unless rows have the stride that the kernel was compiled for."""
     is_single = x.numel() == x.size(-1)
     if x.stride(-2) != stride and not is_single and row_stride(x) != stride:
         raise KernelError(
@@ -343,7 +344,7 @@ def _require_rows(name: str, x: torch.Tensor, stride: int) -> None:
 
 
 def _dense(x: torch.Tensor) -> torch.Tensor:
-    """Row-major, at an address that kernels take: of one row a slice of columns is contiguous
-    wherever it starts."""
+    """`x` row-major, at an aligned address: a column slice of a single row counts as contiguous at
+    any address."""
     x = x.contiguous()
     return x.clone() if x.data_ptr() % variants.ALIGNMENT else x

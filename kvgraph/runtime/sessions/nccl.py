@@ -1,8 +1,8 @@
 """Collectives between the GPUs of ranks: NCCL, by torch.distributed.
 
-Decision: an op of ours in the program, and torch's library behind it on CUDA. On a CPU the same
-op runs over shared memory (`plugins/cpu/collectives.cpp`), so a program for several GPUs runs
-without one. Nothing here has run on hardware.
+Decision: the program has an op of ours, which calls torch's library on CUDA. On a CPU the same op
+uses shared memory (`plugins/cpu/collectives.cpp`), so a program for several GPUs runs without one.
+Nothing here has run on hardware.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from kvgraph.ops.group import Group, entered, gone
 from kvgraph.ops.spec import OPSET_DOMAIN
 
 TIMEOUT = timedelta(seconds=120)
-"""NCCL's own, after which its watchdog ends the process: behind our deadline of 60 s, which names
-the rank. It is for a host that waits in a launch, as the queue of the GPU is full."""
+"""NCCL's own timeout, after which its watchdog ends the process. It is later than our deadline of
+60 s, which names the rank. It only matters while the host waits in a launch on a full GPU queue."""
 
 POLL_SECONDS = 2e-5
 
 
 def join(rank: int, ranks: int) -> None:
-    """Meet the other ranks at torchrun's address; from then on the ops run on CUDA.
+    """Join the other ranks at torchrun's address, and register the ops for CUDA.
 
-    RankError where they do not meet.
+    RankError if the ranks do not meet.
     """
     _register()
     if not dist.is_initialized():
@@ -48,9 +48,9 @@ def join(rank: int, ranks: int) -> None:
 
 
 def settle(stream: torch.cuda.Stream, ranks: int) -> None:
-    """Wait until what is on `stream` has run. RankError where another rank has ended or failed, or
-    the group's deadline passes: a collective would wait for it for ever, and NCCL's watchdog does
-    not see those of a CUDA graph."""
+    """Wait for all work on `stream`. RankError if another rank has ended or failed, or the group's
+    deadline passes: a collective would wait for that rank for ever, and NCCL's watchdog does not
+    see collectives in a CUDA graph."""
     group = entered() if ranks > 1 else None
     if group is None:
         stream.synchronize()
@@ -67,9 +67,9 @@ def settle(stream: torch.cuda.Stream, ranks: int) -> None:
 
 
 def _require_whole(group: Group) -> None:
-    """No collective of ours runs on GPUs, that would look whether processes have ended."""
+    """Raise RankError if a rank has ended: on GPUs no collective of ours checks that."""
     ended = group.ended()
-    group.require_whole()  # one that failed has said so before it ended
+    group.require_whole()  # first: a rank that failed has reported it before it ended
     if ended:
         raise gone(ended[0])
 
@@ -77,7 +77,7 @@ def _require_whole(group: Group) -> None:
 def all_reduce(
     x: torch.Tensor, residual: torch.Tensor | None = None, *, ranks: int
 ) -> torch.Tensor:
-    """The sum of x `[rows, W]` over all ranks, and the residual."""
+    """Return the sum of x `[rows, W]` over all ranks, plus the residual if given."""
     total = x.clone(memory_format=torch.contiguous_format)
     dist.all_reduce(total)
     return total if residual is None else total.add_(residual)
@@ -86,7 +86,7 @@ def all_reduce(
 def all_gather(x: torch.Tensor, *, ranks: int, out_width: int) -> torch.Tensor:
     """The columns of x `[rows, W]` of all ranks: `[rows, out_width]`."""
     rows = x.shape[0]
-    parts = x.new_empty(ranks * rows, x.shape[1])  # one rank's rows behind another's
+    parts = x.new_empty(ranks * rows, x.shape[1])  # the rows of rank 0, then of rank 1, ...
     dist.all_gather_into_tensor(parts, x.contiguous())
     return parts.view(ranks, rows, -1).transpose(0, 1).reshape(rows, out_width)
 

@@ -1,33 +1,34 @@
-"""ONNX Runtime session: our custom-op library, pools bound in place.
+"""OnnxRuntimeSession: ONNX Runtime with our custom-op library, and pools bound in place.
 
-Decisions: sequential execution only (the parallel executor does not order two users of an
-in-place buffer); every pool's memory is bound to its input and to its output, so nothing copies
-it. The custom-op library is compiled against no version of ONNX Runtime, and runs under the builds
-for CPU and for GPU. A graph for the CPU would have its pools copied to and fro by another provider,
-so that is refused, as is what ONNX Runtime falls back to when it cannot load one; the session of a
-graph for CUDA is onnxruntime_cuda.py.
+Decisions: execution is sequential (the parallel executor does not order two users of an in-place
+buffer). Every pool's memory is bound to both its input and its output, so it is never copied. The
+custom-op library is compiled against no version of ONNX Runtime, and runs in its builds for CPU
+and for GPU. Another provider would copy the pools of a CPU graph back and forth, so it is refused;
+so is the provider that ONNX Runtime falls back to if it cannot load the requested one. The session
+of a CUDA graph is in onnxruntime_cuda.py.
 
-Decision: what a step hands over is bound once. Pools stay bound while they are the same arrays,
-small inputs are copied into fixed memory that is bound again where a shape changes, and logits go
-to one of two buffers in turn. A step costs 9 us in Python so, where checking and binding seven
-inputs again cost 44, and fresh logits of 64 rows and 32,000 tokens 2,000 page faults more.
+Decision: a step's values are bound once. Pools stay bound while they are the same arrays; small
+inputs are copied into fixed memory, which is bound again if a shape changes; logits go to one of
+two buffers in turn. So a step costs 9 us in Python. Checking and binding seven inputs again would
+cost 44 us, and fresh logits of 64 rows and 32,000 tokens 2,000 more page faults.
 
-Decision: of ONNX Runtime's settings, measured on 246M parameters in float32 (941 MB):
+Decision: settings of ONNX Runtime, measured with 246M parameters in float32 (941 MB):
 - threads: the physical cores of the process's affinity; the default counts all of the machine's.
-- spinning stays on: without it a decode step of tiny-llama takes 0.28 ms in place of 0.22, since
-  our ops too run on the session's threads (stopped between steps only: 0.25).
-- memory patterns off: they keep a plan for each ragged shape, which cost 110 MB after prompts of up
-  to 2,048 tokens, and made no step faster. The arena stays: without it prefill is 1 to 17 % slower.
-- steps of 768 new tokens at the most by default: twice the rows that our linear
-  layers work on together. With int4 weights and a full pool 132 MB are resident so, and 251 with
-  steps of 4,096. Prefill is 3 % faster (3,235 tokens/s in int8), 32 ragged requests 2 % slower
-  (484, best of 4), since the last of them begins later. No arena at all, or one that grows by what
-  is asked for, is no smaller (steps of 1,024: 192 and 148 MB in place of 141).
-- the optimised graph is not stored: optimising takes 5 of the 18 ms that opening takes without the
-  weights, and what it gives is bound to one version of ONNX Runtime.
-- prepacking stays on: float32 MatMul weights are copied once into the kernels' layout (0.8 s) and
-  the file's pages given back: 878 MB resident when open, 1,002 MB at the peak, so no second copy.
-  Without it opening takes 18 ms and 64 MB, and decode at batch 8 three times as long. Packed
+- spinning: on. Without it a decode step of tiny-llama takes 0.28 ms in place of 0.22, since our
+  ops run on the session's threads too (spinning stopped between steps only: 0.25).
+- memory patterns: off. They keep a plan for each ragged shape, which cost 110 MB after prompts of
+  up to 2,048 tokens, and made no step faster. The arena is on: without it prefill is 1 to 17 %
+  slower.
+- step_tokens: 768, twice the rows of a block of our linear layers. With int4 weights and a full
+  pool, 132 MB are resident, against 251 MB with 4,096. Prefill is 3 % faster (3,235 tokens/s in
+  int8); 32 ragged requests are 2 % slower (484, best of 4), since the last of them begins later.
+  Without an arena, or with one that grows by the requested size, memory is no smaller (steps of
+  1,024: 192 and 148 MB in place of 141).
+- the optimised graph is not stored: optimising takes 5 of the 18 ms of opening without weights,
+  and its result depends on the version of ONNX Runtime.
+- prepacking: on. float32 MatMul weights are copied once into the kernels' layout (0.8 s) and the
+  file's pages are released: 878 MB resident when open, 1,002 MB at the peak, so no second copy.
+  Without it opening takes 18 ms and 64 MB, but decode at batch 8 three times as long. Packed
   weights in a file (save_external_prepacked_constant_initializers) would double the artifact.
 """
 
@@ -71,17 +72,17 @@ EXTERNAL_FOLDER = "session.model_external_initializers_file_folder_path"
 UPGRADE = "pip install --upgrade 'kvgraph[onnx]'"
 
 PROVIDERS = ("CPUExecutionProvider",)
-"""That an artifact for the CPU runs on, the default first."""
+"""Providers for an artifact for the CPU, the default first."""
 
 
 class OnnxRuntimeSession(Session):
     """Runs `model.onnx` on ONNX Runtime's CPU provider.
 
-    `num_threads` are its own, and those of the kernels' global pool, in which the sampler runs.
+    `num_threads`: of ONNX Runtime, and of the kernels' global pool, which runs the sampler.
     UnsupportedError for a `provider` that the artifact is not compiled for.
     """
 
-    step_tokens = 768  # see above
+    step_tokens = 768  # see the module's docstring
     runs_in_one_call = True
 
     def __init__(
@@ -127,7 +128,7 @@ def _bound(binding: IOBinding, symbol: TensorType) -> _Pool | _Input:
 
 
 class _Pool:
-    """Memory that ops write: input and output have its address."""
+    """A buffer that ops write in place: input and output are bound to its address."""
 
     def __init__(self, binding: IOBinding, symbol: TensorType) -> None:
         self._binding, self._symbol = binding, symbol
@@ -136,21 +137,21 @@ class _Pool:
     def take(self, array: Array) -> None:
         if array is self._array:
             return
-        self._array = None  # until both have its address
+        self._array = None  # until both bindings have the new address
         name, dtype = self._symbol.name, DTYPES[self._symbol.dtype].onnx
         place = ("cpu", 0, dtype, array.shape, array.ctypes.data)
         self._binding.bind_input(name, *place)
         self._binding.bind_output(output_name(self._symbol), *place)
-        self._array = array  # held, so that no other array can come to its address
+        self._array = array  # referenced, so that no other array can get its address
 
 
 class _Input:
-    """A small input: fixed memory that values are copied into, and bound when its shape changes."""
+    """A small input in fixed memory: values are copied into it; a new shape is bound again."""
 
     def __init__(self, binding: IOBinding, symbol: TensorType) -> None:
         self._binding, self._symbol = binding, symbol
         self._memory = np.empty(0, DTYPES[symbol.dtype].numpy)
-        self._view: Array = np.empty((), self._memory.dtype)  # no input has this shape
+        self._view: Array = np.empty((), self._memory.dtype)  # differs from every input's shape
 
     def take(self, array: Array) -> None:
         if array.shape != self._view.shape:
@@ -158,7 +159,7 @@ class _Input:
         np.copyto(self._view, array)
 
     def _bind(self, shape: tuple[int, ...], size: int) -> None:
-        self._view = np.empty((), self._memory.dtype)  # until the other is bound
+        self._view = np.empty((), self._memory.dtype)  # stays if binding fails
         if size > self._memory.size:
             self._memory = np.empty(2 * size, self._memory.dtype)
         view = self._memory[:size].reshape(shape)
@@ -170,18 +171,18 @@ class _Input:
 
 
 class _Logits:
-    """Two buffers in turn, so that a step's logits outlive the next step."""
+    """Two output buffers in turn, so that a step's logits stay valid during the next step."""
 
     def __init__(self, binding: IOBinding, vocab: int) -> None:
         self._binding, self._vocab = binding, vocab
         empty = np.empty((0, vocab), np.float32)
-        self._buffers = [(empty, 0)] * 2  # each with its address
+        self._buffers = [(empty, 0)] * 2  # arrays with their addresses
         self._turn = 0
 
     def next(self, rows: int) -> npt.NDArray[np.float32]:
         self._turn = turn = 1 - self._turn
         if rows > len(self._buffers[turn][0]):
-            # Twice as many rows as asked for: what is not touched takes no memory.
+            # Twice the rows: memory that is never touched costs nothing.
             grown = host_zeros((2 * rows, self._vocab), "float32")
             self._buffers[turn] = (grown, grown.ctypes.data)
         logits, address = self._buffers[turn]
@@ -191,7 +192,7 @@ class _Logits:
 
 
 def require_provider(ort: ModuleType, provider: str) -> None:
-    """MissingDependencyError where the installed build lacks the provider."""
+    """Raise MissingDependencyError if the installed build lacks the provider."""
     built = ort.get_available_providers()
     if provider not in built:
         raise MissingDependencyError(
@@ -209,13 +210,13 @@ def open_session(
     *,
     weights: Path | None = None,
 ) -> InferenceSession:
-    """A session of `ort` on `provider`, with its `settings`, and nothing else.
+    """Open a session of `ort` on `provider` with its `settings`, and without a fallback.
 
-    `weights`: the folder of the model's external data, where that is not its own.
+    `weights`: the folder of the model's external data; None: the model's folder.
 
     ONNX Runtime falls back to the CPU without an error. MissingDependencyError: the installed build
-    lacks the provider; DeviceError: it has it and cannot load it here (no GPU, driver or library);
-    ArtifactError: it refuses the model, which may be of a newer version than it knows.
+    lacks the provider. DeviceError: the provider cannot be loaded here (no GPU, driver or library).
+    ArtifactError: ONNX Runtime rejects the model, which may be newer than it supports.
     """
     require_provider(ort, provider)
     require_utf8(model, "onnxruntime")
@@ -226,7 +227,7 @@ def open_session(
             options.add_session_config_entry(EXTERNAL_FOLDER, str(weights))
             given = model.read_bytes()
         session = ort.InferenceSession(given, options, providers=[chosen])
-    except Exception as error:  # ONNX Runtime's own, of many kinds
+    except Exception as error:  # ONNX Runtime raises many classes
         let_pass(error)
         raise _refusal(ort, model, error) from error
     found = session.get_providers()
@@ -242,8 +243,8 @@ _LIVE: WeakSet[InferenceSession] = WeakSet()
 
 
 def _keep_for_ever() -> None:
-    """In a forked child, which has none of its parent's threads: to free a session would wait for
-    them. The end of the interpreter frees all that nothing holds."""
+    """Leak all sessions in a forked child: freeing one would wait for threads that only its parent
+    has. They are freed when the process exits."""
     for session in _LIVE:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(session))
 
@@ -255,11 +256,11 @@ NEWER = (
     (r"Unsupported model (IR version): (\d+), max supported IR version: (\d+)", ""),
     (r"(Opset) (\d+) is under development.* domain (\S+) is till opset (\d+)", "of {} "),
 )
-"""What an ONNX Runtime says of a model that is newer than it: what, that of the model, its own."""
+"""ONNX Runtime's messages about a newer model: subject, the model's version, the newest known."""
 
 
 def _refusal(ort: ModuleType, model: Path, error: Exception) -> ArtifactError:
-    """One sentence; where a newer ONNX Runtime would take the model, with both versions."""
+    """The error for a rejected model; it names both versions if the model is too new."""
     said, mine = " ".join(str(error).split()), f"onnxruntime {ort.__version__}"
     for pattern, domain in NEWER:
         match = re.search(pattern, said)
@@ -276,23 +277,24 @@ def _refusal(ort: ModuleType, model: Path, error: Exception) -> ArtifactError:
 
 
 def register_ops(options: SessionOptions) -> None:
-    """Our custom ops; MissingDependencyError for an ONNX Runtime that is too old for them.
+    """Register our custom ops; MissingDependencyError if ONNX Runtime is too old for them.
 
-    KernelError where the environment names kernels that this processor does not run.
+    KernelError if the environment requests kernels that this processor cannot run.
     """
     native.isa()
     try:
         options.register_custom_ops_library(str(native.library_path("onnxruntime")))
-    except Exception as error:  # ONNX Runtime's own, of many kinds
+    except Exception as error:  # ONNX Runtime raises many classes
         let_pass(error)
         why = last_sentence(error).rpartition("kvgraph: ")[2]
         raise MissingDependencyError(f"onnxruntime: {why}; {UPGRADE}") from error
 
 
 def import_onnxruntime() -> ModuleType:
-    """ONNX Runtime, which would send what it runs to its vendor, unless the user's environment says
-    so: from 1.29 on it does on Linux, too."""
-    os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")  # read when it is imported
+    """Import ONNX Runtime with its telemetry off, unless the user's environment sets it.
+
+    Since 1.29 ONNX Runtime sends telemetry on Linux too."""
+    os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")  # onnxruntime reads it on import
     try:
         import onnxruntime
     except ImportError as error:
@@ -306,7 +308,7 @@ def import_onnxruntime() -> ModuleType:
         ) from error
     module: ModuleType = onnxruntime
     if os.environ["ORT_DISABLE_TELEMETRY"] == "1" and hasattr(module, "disable_telemetry_events"):
-        module.disable_telemetry_events()  # where somebody has imported it before
+        module.disable_telemetry_events()  # in case onnxruntime was imported before
     return module
 
 

@@ -1,4 +1,4 @@
-"""ONNX Runtime session on its CUDA provider: bindings in device memory, kernels of ours inside.
+"""ONNX Runtime session on its CUDA provider: inputs in device memory, our kernels in the graph.
 
     host, pinned ----copy----> index tensors --\
     host -------------------> max_lengths -------> graph --> logits ----copy----> host, pinned
@@ -56,11 +56,11 @@ INSTALL = "pip install 'kvgraph[onnx-gpu]'"
 
 
 class OnnxRuntimeCudaSession(Session):
-    """Runs `model.onnx` on one GPU. Pools are device memory; logits come back on the host.
+    """Runs `model.onnx` on one GPU. Pools are device memory; logits are returned on the host.
 
-    MissingDependencyError: no ONNX Runtime, or one without the CUDA provider; DeviceError: no GPU,
-    or the provider cannot be loaded; ArtifactError: ONNX Runtime refuses the model; KernelError: a
-    step; CapacityError: the model or a step needs more memory than there is.
+    MissingDependencyError: no ONNX Runtime, or one without the CUDA provider. DeviceError: no GPU,
+    or the provider cannot be loaded. ArtifactError: ONNX Runtime rejects the model. KernelError: a
+    step failed. CapacityError: the model or a step needs more memory than there is.
     """
 
     memory = DeviceArray
@@ -85,7 +85,7 @@ class OnnxRuntimeCudaSession(Session):
         self._logits = Logits(self._device, self._vocab)
 
     def allocate(self, symbol: TensorType, sizes: Mapping[str, int]) -> Buffer:
-        """Zeroed device memory. CapacityError where the device has too little."""
+        """Allocate zeroed device memory. CapacityError if the device has too little memory."""
         self._require_known(symbol)
         shape = symbol.extents(sizes)
         try:
@@ -133,7 +133,7 @@ class OnnxRuntimeCudaSession(Session):
         )
 
     def _bind_values(self, symbol: TensorType, array: Array) -> None:
-        """An index tensor: copied to its address on the device, or read where it lies."""
+        """Bind an index tensor: its copy on the device, or the host array of a host input."""
         tensor = self._index_tensors.get(symbol.name)
         if tensor is None:
             place = ("cpu", 0, DTYPES[symbol.dtype].onnx, array.shape, array.ctypes.data)
@@ -144,7 +144,7 @@ class OnnxRuntimeCudaSession(Session):
         self._bind(symbol, array.shape, tensor.device.address)
 
     def _bind(self, symbol: TensorType, shape: tuple[int, ...], address: int) -> None:
-        """An input in device memory; a buffer is an output at the same address."""
+        """Bind an input in device memory; for a buffer also the output, at the same address."""
         place = ("cuda", self._device.ordinal, DTYPES[symbol.dtype].onnx, shape, address)
         self._binding.bind_input(symbol.name, *place)
         if symbol.kind == "buffer":
@@ -172,8 +172,8 @@ def _open(ort: ModuleType, artifact: ArtifactFolder, device: CudaDevice) -> Infe
 
 
 def _require_loaded(ort: ModuleType, device: CudaDevice) -> None:
-    """DeviceError where the provider cannot be loaded: a graph of bfloat16 is then refused for want
-    of kernels of the CPU's, which would say nothing of the cause."""
+    """Raise DeviceError if the provider cannot be loaded. ONNX Runtime would only report missing
+    CPU kernels for a bfloat16 graph, which hides the cause."""
     try:
         ort.OrtValue.ortvalue_from_shape_and_type([1], np.float32, "cuda", device.ordinal)
     except Exception as error:

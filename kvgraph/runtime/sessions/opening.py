@@ -1,4 +1,4 @@
-"""Files that a framework does not take, or that are not the manifest's: one sentence each."""
+"""Errors for files that a framework rejects, or that do not match the manifest."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ from kvgraph.runtime.sessions.cuda_errors import opening_error
 
 @contextmanager
 def opening(path: Path, framework: str) -> Iterator[None]:
-    """ArtifactError for what `framework` ("torch 2.13.0") raises while it opens `path`, but
-    CapacityError where a GPU has too little memory, and DeviceLostError."""
+    """Convert errors of `framework` ("torch 2.13.0") while it opens `path` to ArtifactError.
+
+    CapacityError if a GPU has too little memory; DeviceLostError if it is lost."""
     require_utf8(path, framework)
     try:
         yield
@@ -36,7 +37,7 @@ def opening(path: Path, framework: str) -> Iterator[None]:
 def require_names(
     path: Path, signature: GraphSignature, inputs: Collection[str], outputs: Collection[str]
 ) -> None:
-    """ArtifactError unless an ONNX model's inputs and outputs are the manifest's."""
+    """Raise ArtifactError unless an ONNX model has the manifest's inputs and outputs."""
     named = {
         "inputs": ({symbol.name for symbol in signature.inputs}, set(inputs)),
         "outputs": ({output_name(symbol) for symbol in signature.outputs}, set(outputs)),

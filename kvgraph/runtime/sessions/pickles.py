@@ -1,6 +1,6 @@
-"""A program's archive is opened only where nothing in it would be unpickled.
+"""Rejects a program's archive if loading it would unpickle anything.
 
-torch.export.load unpickles what an archive holds as pickles, which runs code; compile writes none.
+torch.export.load unpickles some entries of an archive, which runs code; compile writes no pickles.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from kvgraph.errors import ArtifactError
 CONFIG, SAMPLES = "_config.json", "/sample_inputs/"
 PICKLED = (".pt", ".pkl", ".pickle")
 OBJECTS = ("custom_obj_", "opaque_obj_")
-"""How names of constants begin that are no tensors."""
+"""Prefixes of the names of constants that are not tensors."""
 
 
 def require_no_pickles(path: Path) -> None:
-    """ArtifactError names the first entry of the archive `path` that would be unpickled."""
+    """Raise ArtifactError if archive `path` has an entry that would be unpickled; name it."""
     with zipfile.ZipFile(path) as archive:
         for name in _pickles(archive):
             raise ArtifactError(

@@ -1,4 +1,4 @@
-"""A weightless program made ready for a device: weights bound, our ops replaced by launches."""
+"""Prepares a weightless program for a device: binds weights, replaces our ops by launches."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ READ_BY_VIEWS = (
     operator.mul,
     operator.sub,
 )
-"""Sizes, and results of several; of numbers, which change nothing."""
+"""Nodes without side effects, erased when unused: sizes, tuple items, and arithmetic on sizes."""
 
 
 def load_program(artifact: ArtifactFolder, gpu: Gpu) -> torch.fx.GraphModule:
@@ -60,7 +60,7 @@ def read_program(artifact: ArtifactFolder, device: torch.device) -> torch.export
 def _bind_weights(
     program: torch.export.ExportedProgram, artifact: ArtifactFolder, device: torch.device
 ) -> None:
-    """Before the program is moved: what is on the device already is not copied, nor held twice."""
+    """Bind the weights before the program is moved, so that none is copied or held twice."""
     named = program.state_dict
     weights = read_weights(artifact, named, str(device))
     program._state_dict = {
@@ -72,7 +72,7 @@ def _bind_weights(
 
 
 def _load(path: Path) -> torch.export.ExportedProgram:
-    """Warnings of torch are kept off the screen: they are about how it reads its own file."""
+    """Load an archive, without torch's warnings about its own file format."""
     logger = logging.getLogger("torch.export.pt2_archive._package")
     level = logger.level
     logger.setLevel(logging.ERROR)

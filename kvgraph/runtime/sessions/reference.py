@@ -1,4 +1,4 @@
-"""Reference session: the ONNX graph node by node in NumPy. Slow, and the oracle of the others."""
+"""ReferenceSession: runs the ONNX graph node by node in NumPy. Slow; tests compare with it."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class ReferenceSession(Session):
         outputs = [output_name(symbol) for symbol in self.signature.outputs]
         logits, *buffers = self._evaluator.run(outputs, feeds)
         for symbol, buffer in zip(self.signature.buffers, buffers, strict=True):
-            if buffer is not feeds[symbol.name]:  # plain operators make a new one
+            if buffer is not feeds[symbol.name]:  # plain operators return a new array
                 feeds[symbol.name][...] = buffer
         result: npt.NDArray[np.float32] = logits
         return result

@@ -1,8 +1,8 @@
-"""Linear layers of many rows that are rounded to FP8: torch's product of both factors' bytes.
+"""Linear layers of many rows with activations rounded to FP8: torch's FP8 product.
 
 From 256 rows on it takes 0.4 to 0.8 of the time of our fastest kernels, and from 512 on 0.5 to 0.9
-of that of torch's product in bfloat16 (docs/results/gpu.md). That was measured with sums of the
-tensor core's own precision; here they are added in float32 now and then, which is the default.
+of the time of torch's bfloat16 product (docs/results/gpu.md). These times are with the tensor
+core's own accumulation; here partial sums are added in float32 at intervals, torch's default.
 """
 
 from __future__ import annotations
@@ -16,14 +16,15 @@ from kvgraph.kernels.linear_plan import LinearShape, has_parts, plan_join, plan_
 from kvgraph.ops import QUANTIZED_LINEAR
 
 SCALED_ROWS = 128
-"""At most, by a kernel: there down of Llama 3 8B takes less time by it, its other layers more."""
+"""Most rows for our own kernels. At 128 rows they are faster for the down projection of Llama 3 8B,
+and slower for its other layers."""
 OUTS = tuple(operand.name for operand in QUANTIZED_LINEAR.outputs)
 
 Operands = Mapping[str, torch.Tensor]
 
 
 class Scaled:
-    """`quantized_linear` of `shape`, for `launch`.
+    """Runs `quantized_linear` of `shape` by `launch`.
 
     Legend: M rows, K inputs, N columns of the weight.
     """
@@ -34,7 +35,7 @@ class Scaled:
         self._join = plans_by_sizes(plan_join, shape) if has_parts(shape) else None
 
     def run(self, x_MK: torch.Tensor, operands: Operands) -> dict[str, torch.Tensor]:
-        """Outputs `[M, out_features]` by name. `operands` are the op's."""
+        """Return the outputs `[M, out_features]` by name. `operands`: those of the op, by name."""
         weight_NK, of_columns_1N = operands["weight"], operands["scales"]
         rounded_MK = torch.empty_like(x_MK, dtype=weight_NK.dtype)
         of_rows_M = x_MK.new_empty(len(x_MK), dtype=torch.float32)

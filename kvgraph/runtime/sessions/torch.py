@@ -1,10 +1,10 @@
-"""torch session: an AOTInductor package, weights bound late from the one safetensors file.
+"""TorchSession: an AOTInductor package, with weights bound from the one safetensors file.
 
-The package's runner is made and called directly: `torch._inductor.aoti_load_package` has a C++
-compiler say which vectors the processor has, for seconds, and its model flattens pytrees for about
-12 us a call. Our ops are called back through torch's dispatcher and mutate the pool in place. A
-runner that goes, as the process ends at the latest, removes the folder in which it unpacked its
-package. torch keeps the program, and a reference to each weight, while the process lives.
+The package's runner is created and called directly. `torch._inductor.aoti_load_package` would run a
+C++ compiler for seconds to detect the processor's vector extensions, and its model flattens pytrees
+for about 12 us a call. Our ops are called through torch's dispatcher and mutate the pool in place.
+A runner that is freed, at process exit at the latest, removes the folder with its unpacked package.
+torch keeps the program, and a reference to each weight, for the life of the process.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class TorchSession(Session):
             for symbol, array in zip(self.signature.inputs, arrays, strict=True)
         ]
         try:
-            with self._inference_mode():  # else our ops are asked for gradients, 5 us each
+            with self._inference_mode():  # otherwise autograd handles our ops, 5 us each
                 logits: npt.NDArray[np.float32] = self._runners[0].run(tensors)[0].numpy()
         except RuntimeError as error:
             let_pass(error)

@@ -1,4 +1,4 @@
-"""Python's collector, which must not run while a thread captures CUDA work."""
+"""Pauses Python's garbage collector while CUDA work is captured."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from contextlib import contextmanager
 
 @contextmanager
 def uncollected() -> Iterator[None]:
-    """No cycles are collected in the meantime, in any thread: an object in one may free memory of
-    the device, which ends a capture of the thread that does so."""
+    """Pause the collection of cycles in all threads: freeing device memory of a cycle would end a
+    capture of the thread that frees it."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:

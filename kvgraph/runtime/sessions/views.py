@@ -1,7 +1,7 @@
-"""Chains of views, each made one.
+"""Joins chains of views into one.
 
-Exported programs say a shape in many steps (view, transpose, transpose back, select). Each is a
-call of torch on the host, and where the elements keep their order, the last shape says it all.
+Exported programs change a shape in many steps (view, transpose, transpose back, select). Each is a
+call of torch on the host. If the elements keep their order, the last shape alone is enough.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ VIEWS = (
 
 
 def join_views(graph: torch.fx.Graph) -> None:
-    """Replace chains that keep all elements in their order by one `reshape`.
+    """Replace chains that keep all elements in order by one `reshape`.
 
-    How a view lies in memory is computed from its source, not read from the program's notes.
+    A view's strides are computed from its source, not taken from the program's metadata.
     """
     sources: dict[Node, Node] = {}
     values: dict[Node, torch.Tensor] = {}
@@ -37,7 +37,7 @@ def join_views(graph: torch.fx.Graph) -> None:
         before, *others = node.args
         given = values.get(before, before.meta["val"])
         if node.target is aten.reshape.default and not is_dense(given):
-            continue  # it may be a copy, in another order
+            continue  # it may copy into another order
         values[node] = node.target(given, *map_arg(others, lambda other: other.meta["val"]))
         source = sources[node] = sources.get(before, before)
         sizes = _sizes(source.meta["val"], values[node])
@@ -52,9 +52,10 @@ def join_views(graph: torch.fx.Graph) -> None:
 
 
 def _sizes(source: torch.Tensor, view: torch.Tensor) -> list[int] | None:
-    """Of all elements of `source` as `view` has them, at most one left open (-1).
+    """Sizes with which `source` reshapes to `view`, with at most one open size (-1).
 
-    None: `view` has them in another order, or a part. Row-major ones of as many have the same.
+    None if `view` is a part of `source` or has another order. Two row-major tensors with the same
+    number of elements have the same order.
     """
     whole = statically_known_true(source.numel() == view.numel())
     sizes = [extent if isinstance(extent, int) else -1 for extent in view.shape]

@@ -1,4 +1,4 @@
-"""The artifact's `weights.safetensors` by the names that a torch program has for them."""
+"""Reads the artifact's `weights.safetensors` by the names of a torch program."""
 
 from __future__ import annotations
 

@@ -6,7 +6,7 @@
                                                             v   |            v
                                                           RoutingIndex (an actor)
 
-Ray places, restarts and counts the processes. What is here: which replica holds the pages of a
-prompt, and requests that go on where a replica dies. Only `router`, `actors` and `application`
+Ray places, restarts and counts the processes. This package chooses the replica that holds the pages
+of a prompt, and continues requests if a replica dies. Only `router`, `actors` and `application`
 import Ray.
 """

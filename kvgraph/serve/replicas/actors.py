@@ -1,4 +1,4 @@
-"""What runs in Ray's processes: the index, the replicas, the ingress."""
+"""The actors in Ray's processes: the routing index, the replicas, the ingress."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ from kvgraph.serve.service import Service
 from kvgraph.serve.state import counts_of
 
 PREFILL_TOKENS = 256
-"""A prompt with fewer tokens to compute is computed where it is answered."""
+"""Prompt tokens left to compute below which the answering replica computes the prompt itself."""
 
 LOOK_SECONDS = 0.5
-"""How old an ingress's numbers of the replicas are at most."""
+"""Interval at which an ingress updates its data on the replicas."""
 
 
 class EngineReplica:
@@ -64,11 +64,11 @@ class EngineReplica:
             yield message
 
     def check_health(self) -> None:
-        """Ray asks every two seconds, and replaces a replica that raises three times."""
+        """Raise if the engine has ended. Ray asks every 2 s, and replaces it after 3 errors."""
         self._host.require_running()
 
     async def committed(self) -> tuple[str, list[bytes]]:
-        """Its name, and digests of the pages that it holds."""
+        """Name of the replica, and digests of the pages that it holds."""
         return self._host.name, await self._host.committed()
 
     async def __del__(self) -> None:
@@ -76,7 +76,7 @@ class EngineReplica:
 
 
 class FleetService(Service):
-    """The replicas of this application."""
+    """The service of an ingress: requests run on the replicas of this application."""
 
     def __init__(
         self,
@@ -98,17 +98,17 @@ class FleetService(Service):
         self._tasks: dict[str, asyncio.Task[None]] = {}
 
     def start(self) -> None:
-        """`load`, while it answers already."""
+        """Start `load` as a task, so that the server answers meanwhile."""
         self._tasks["load"] = asyncio.create_task(self.load())
 
     def require_running(self) -> None:
-        """Raises what ended one of its tasks."""
+        """Raise the error of a task that has ended."""
         for task in self._tasks.values():
             if task.done() and not task.cancelled():
                 task.result()
 
     async def load(self) -> None:
-        """Wait for the first replica."""
+        """Load the tokenizer, and wait for the first replica."""
         prompts = await asyncio.to_thread(Prompts, self._folder)
         while (facts := await self._facts()) is None:
             await asyncio.sleep(LOOK_SECONDS)
@@ -118,7 +118,7 @@ class FleetService(Service):
         self._tasks["look"] = asyncio.create_task(self._keep_looking())
 
     async def _facts(self) -> EngineFacts | None:
-        """None before a replica has reported, or while the index is being restarted."""
+        """Facts of an engine; None before a report, or while the index restarts."""
         with suppress(RayError):
             if await self._look():
                 facts: EngineFacts | None = await self._index.facts.remote()
@@ -126,7 +126,7 @@ class FleetService(Service):
         return None
 
     def hurry(self) -> None:
-        """Nothing of it waits: Ray ends the replicas."""
+        """Do nothing: Ray ends the replicas."""
 
     async def close(self) -> None:
         for task in self._tasks.values():
@@ -138,7 +138,7 @@ class FleetService(Service):
         return _messages(self._generate, order)
 
     async def _compute(self, order: Order) -> AsyncIterator[Message]:
-        """Have a long prompt computed by a replica of that role, if none has its pages."""
+        """Let a prefill replica compute a long prompt, unless a decode replica has its pages."""
         if order.num_tokens < PREFILL_TOKENS or not order.chain:
             return
         assert self._prefill is not None
@@ -158,7 +158,9 @@ class FleetService(Service):
                 await self._follow_drain()
 
     async def _follow_drain(self) -> None:
-        """The index is told of its end with each look: one that is restarted has forgotten it."""
+        """Start the drain when the index asks for it, and report its end at each look.
+
+        The end is repeated, since a restarted index has forgotten it."""
         if self.is_draining:
             if self._tasks["drain"].done():
                 await self._index.end_drain.remote()
@@ -167,7 +169,7 @@ class FleetService(Service):
             self._tasks["drain"] = asyncio.create_task(self._drain())
 
     async def _drain(self) -> None:
-        """Requests that run go on for `drain_seconds`; then they end with an error."""
+        """Let running requests continue for `drain_seconds`; then end them with an error."""
         loop = asyncio.get_running_loop()
         end = loop.time() + self.options.drain_seconds
         while self.num_open and loop.time() < end:
@@ -188,17 +190,17 @@ class FleetService(Service):
         return self._load
 
     async def _state(self) -> dict[str, object]:
-        with suppress(RayError):  # the index is being restarted: the last numbers are shown
+        with suppress(RayError):  # the index restarts: show the last data
             await self._look()
         load = self._last_load()
         return {**counts_of(load.stats, load), "num_shared_pages": 0, "rows": []}
 
 
 async def _messages(method: DeploymentHandle, order: Order) -> AsyncIterator[Message]:
-    """What a replica answers; leaving it cancels.
+    """Yield the messages of a replica; leaving early cancels the call.
 
-    In a context of its own: Ray's router knows a call by the id of the HTTP request that it is made
-    in, and never finds the second one of a request that makes several.
+    The call runs in a new context: Ray's router identifies calls by the HTTP request's id in the
+    context, and loses the second call of a request that makes several.
     """
     answer = Context().run(method.remote, order)
     try:
@@ -209,7 +211,7 @@ async def _messages(method: DeploymentHandle, order: Order) -> AsyncIterator[Mes
 
 
 def _is_gone(error: Exception) -> bool:
-    """Whether a replica has died, or the node it was on, and not the request."""
+    """Whether the error is the loss of a replica or its node, and not the request's fault."""
     if isinstance(error, RayTaskError):
         return isinstance(error.cause, ReplicaClosedError)
     return isinstance(error, RayError | RayServeException | ReplicaClosedError)
@@ -223,7 +225,7 @@ def ingress_app(
     application: str,
     roles: list[str],
 ) -> Starlette:
-    """The routes, in the process that Serve runs them in. Deployments are named by their role."""
+    """The application of an ingress, made in its process. Deployments are named by their role."""
     handles = {role: serve.get_deployment_handle(role, application) for role in roles}
     service = FleetService(name, folder, options, index, handles[DECODE], handles.get(PREFILL))
 
@@ -239,7 +241,7 @@ def ingress_app(
 
 
 def start_index(name: str, namespace: str) -> ActorHandle:
-    """The actor of the index, which Ray starts again where it dies."""
+    """Start the actor of the index; Ray restarts it if it dies."""
     return (
         ray.remote(RoutingIndex)
         .options(name=name, namespace=namespace, lifetime="detached", num_cpus=0, max_restarts=-1)
@@ -248,11 +250,11 @@ def start_index(name: str, namespace: str) -> ActorHandle:
 
 
 class CommandLock:
-    """Its name is taken as long as the command that started it runs, and Ray's job of that."""
+    """Actor that holds the lock's name while the command that started it runs."""
 
 
 def start_lock(name: str, namespace: str) -> ActorHandle:
-    """It ends with the last handle of it. ActorAlreadyExistsError while another one runs."""
+    """Take the lock until its last handle is freed. ActorAlreadyExistsError if it is taken."""
     return (
         ray.remote(CommandLock)
         .options(name=name, namespace=namespace, num_cpus=0, max_restarts=-1)

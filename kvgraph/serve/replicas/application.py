@@ -1,4 +1,4 @@
-"""Starts the replicas on Ray, and ends them as told."""
+"""Starts the replicas on Ray, and stops them on a signal."""
 
 from __future__ import annotations
 
@@ -38,50 +38,49 @@ APPLICATION = "kvgraph"
 NAMESPACE = "kvgraph"
 LOCK = "kvgraph-command"
 UNBOUNDED = 1 << 20
-"""Requests of a replica: the ingress holds what is too much."""
+"""Most requests that Ray sends to a replica: unlimited, as the ingress bounds them."""
 
 START_SECONDS = 60
-"""For Serve's proxy to start. Serve kills one that takes longer than 5, and starts it again."""
+"""Time for Serve's proxy to start. Serve's default is 5 s, after which it restarts the proxy."""
 
 CUT_SECONDS = 5.0
-"""For requests to say that they were cut, behind their own time; then Ray ends the processes."""
+"""Extra time for cut requests to report their error, before Ray ends the processes."""
 
 HEALTH_SECONDS = 2.0
 HEALTH_TIMEOUT_SECONDS = 5.0
-"""For an answer to a check; Serve starts another process for one that gave none three times."""
+"""Time for the answer to a health check; Serve replaces a process after three failures."""
 LOOK_SECONDS = 0.5
 STOP_SECONDS = 20.0
-"""For Ray's own processes to end, behind the time of requests."""
+"""Extra time for Ray's own processes to end."""
 
 ASK_SECONDS = 2.0
-"""For a cluster to be asked to end the replicas, behind a second signal."""
+"""Time in which a cluster can still be asked to end the replicas after a second signal."""
 
 OBJECT_STORE_BYTES = 256 << 20
-"""Of a Ray that is started here; what travels is small."""
+"""Size of the object store of a Ray that is started here; messages are small."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReplicaOptions:
-    """How many replicas there are, and what each of them takes.
+    """Number of replicas, and resources of each.
 
-    `most` above `least` lets Ray add replicas while there are more requests than rows, and take
-    them away again.
+    If `most` exceeds `least`, Ray adds replicas while requests exceed rows, and removes them later.
     """
 
     least: int
     most: int
     rows: int
-    """Most requests that one runs at once: others wait."""
+    """Most requests that one replica runs at once; further ones wait."""
     threads: int | None = None
-    """Cores of one; None: an equal share of those that Ray knows."""
+    """Cores of each replica; None: an equal share of Ray's."""
     gpus: int = 0
     prefill: int = 0
-    """Replicas besides these that compute long prompts for them, over a tier that all share."""
+    """Number of additional replicas that compute long prompts, over a tier that all share."""
 
 
 @dataclass(slots=True)
 class _Ending:
-    """Set by the first signal, and by the second one."""
+    """Events that are set by the first and the second signal."""
 
     first: threading.Event = field(default_factory=threading.Event)
     second: threading.Event = field(default_factory=threading.Event)
@@ -94,7 +93,7 @@ class _Ending:
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if self.first.is_set():
-            if number != signal.SIGHUP:  # a shell and the kernel send one each
+            if number != signal.SIGHUP:  # shell and kernel may each send a SIGHUP
                 self.second.set()
             return
         write_line({"event": "draining", "signal": signal.Signals(number).name})
@@ -111,23 +110,22 @@ def serve_replicas(
     host: str,
     port: int,
 ) -> None:
-    """Serve until SIGTERM, SIGINT or SIGHUP. `make` gives the engine of so many threads, in the
-    process of each replica.
+    """Serve until SIGTERM, SIGINT or SIGHUP. `make(threads)` creates an engine, in the process of
+    each replica.
 
-    A cluster is the one of RAY_ADDRESS; without it, Ray is started on this machine. RequestError
-    where no replica starts, with the sentence of the first that did not; OSError for an address
-    that cannot be had.
+    RAY_ADDRESS names the cluster; without it, Ray is started on this machine. RequestError with the
+    first error if no replica starts; OSError if the address is not available.
     """
     sampling = Prompts(folder).suggested_fields() if options.uses_generation_config else {}
     ending = _Ending()
     _connect()
     index: ActorHandle | None = None
     try:
-        _lock = _require_alone()  # Ray ends it with its last handle
+        _lock = _require_alone()  # released with its last handle
         with hold(host, port) as held:
             host, port = held.getsockname()[:2]
             if os.environ.get("RAY_ADDRESS"):
-                held.close()  # the cluster's user, who may be another one, could not listen there
+                held.close()  # the cluster may run as another user, whose proxy needs the address
             index = start_index(APPLICATION, NAMESPACE)
             _start_serve(host, port)
             write_line({"event": "listening", "url": url_of(host, port)})
@@ -156,7 +154,7 @@ def _connect() -> None:
         where["object_store_memory"] = OBJECT_STORE_BYTES
     try:
         ray.init(**where)
-    except Exception as error:  # Ray raises that itself where a process starts too slowly
+    except Exception as error:  # Ray raises bare Exception if a process starts too slowly
         expected = "ray: expected its processes to start on this machine"
         if address:
             expected = f"RAY_ADDRESS={address}: expected a Ray cluster"
@@ -168,10 +166,10 @@ def _first_line(error: Exception) -> str:
 
 
 def _require_alone() -> ActorHandle | None:
-    """Take the lock of a cluster of RAY_ADDRESS, and end what an earlier command left behind.
+    """Take the lock of the cluster at RAY_ADDRESS, and end what an earlier command left behind.
 
-    RequestError where another command has the lock, or where Serve has applications: its address is
-    theirs.
+    RequestError if another command has the lock, or Serve already has applications, which use its
+    address.
     """
     expected = "--replicas: expected a cluster on which Ray Serve runs nothing"
     lock: ActorHandle | None = None
@@ -184,7 +182,7 @@ def _require_alone() -> ActorHandle | None:
         if others := list(serve.status().applications):
             raise RequestError(f"{expected}, got {others}; end them with `serve shutdown`")
         serve.shutdown()
-    with suppress(ValueError):  # there is none
+    with suppress(ValueError):  # there is no such actor
         ray.kill(ray.get_actor(APPLICATION, namespace=NAMESPACE))
     return lock
 
@@ -263,22 +261,22 @@ def _deployment(
 
 
 class _Ingress:
-    """Serve gives it the routes; its argument makes Serve start the replicas first."""
+    """Ingress deployment; Serve adds the routes. The argument makes Serve start replicas first."""
 
     app: Starlette
-    """Serve's."""
+    """Set by Serve."""
 
     def __init__(self, replicas: list[object]) -> None:
         pass
 
     def check_health(self) -> None:
-        """Ray asks, and replaces an ingress that cannot be ready any more."""
+        """Raise if the ingress can no longer become ready; Ray then replaces it."""
         self.app.state.service.require_running()
 
 
 def _wait_until_ready(ending: _Ending, url: str) -> bool:
-    """False where a signal came first. RequestError where a replica cannot start."""
-    direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # whatever http_proxy is
+    """Wait for the server; False if a signal came first. RequestError if no replica starts."""
+    direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # ignores http_proxy
     while not ending.first.wait(LOOK_SECONDS):
         _require_ray()
         found = serve.status().applications.get(APPLICATION)
@@ -290,7 +288,7 @@ def _wait_until_ready(ending: _Ending, url: str) -> bool:
 
 
 def _own(host: str) -> str:
-    """Where this machine reaches a server of `host`."""
+    """The host at which this machine reaches a server that listens at `host`."""
     return {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
 
 
@@ -312,13 +310,13 @@ def _why(found: ApplicationStatusOverview) -> str:
 
 
 def _drain(index: ActorHandle, options: ServeOptions, ending: _Ending) -> None:
-    """Wait until no request runs: replicas that Ray is told to end take none that is on its way.
+    """Wait until no request runs. Replicas that Ray stops would lose requests on their way.
 
-    A second signal, or a Ray that has died, ends the wait.
+    A second signal, or the loss of Ray, ends the wait.
     """
     end = time.monotonic() + options.drain_seconds + CUT_SECONDS
     while time.monotonic() < end and not _has_lost_ray():
-        with suppress(Exception):  # it is being restarted
+        with suppress(Exception):  # the index may restart
             if ray.get(index.drain.remote(), timeout=CUT_SECONDS):
                 return
         if ending.second.wait(0.1):
@@ -326,10 +324,10 @@ def _drain(index: ActorHandle, options: ServeOptions, ending: _Ending) -> None:
 
 
 def _stop(index: ActorHandle | None, options: ServeOptions, ending: _Ending) -> None:
-    """End what this command has started. Without an index that is no more than its use of Ray.
+    """Stop all that this command has started; without an index only its connection to Ray.
 
-    Requests that run still (it was not ready yet) end first, for as long as each deployment gives
-    them. A second signal, or a Ray that has died, ends the wait.
+    Running requests, if the server was not ready, first end within each deployment's time. A second
+    signal, or the loss of Ray, ends the wait.
     """
 
     def stop() -> None:
@@ -354,7 +352,7 @@ def _end_serve(index: ActorHandle, ending: _Ending) -> None:
     with suppress(Exception):
         if not ending.second.is_set():
             ray.get(index.drain.remote(), timeout=CUT_SECONDS)
-    with suppress(Exception):  # Serve waits for a minute at most
+    with suppress(Exception):  # Serve waits for at most a minute
         serve.delete(APPLICATION)
     with suppress(Exception):
         if os.environ.get("RAY_ADDRESS"):
@@ -364,11 +362,11 @@ def _end_serve(index: ActorHandle, ending: _Ending) -> None:
 
 
 def _has_lost_ray() -> bool:
-    """Whether a process of the Ray that was started here has ended, unasked.
+    """Whether a process of the Ray that was started here has ended unexpectedly.
 
-    Its calls wait for a minute then.
+    Calls to Ray would then block for a minute.
     """
     try:
         return os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
-    except ChildProcessError:  # there are none: the cluster is another one's
+    except ChildProcessError:  # no children: the cluster was not started here
         return False

@@ -1,10 +1,10 @@
-"""Tells the index what an engine holds and does, after its steps.
+"""Feed: reports an engine's pages and load to the index after its steps.
 
     engine's thread: after_step -> changes of pages, first tokens --.
     event loop:      send one report at a time <--------------------'
 
-While one report is on its way the next gathers what happens, so that a slow index costs the engine
-nothing; what comes and goes meanwhile is never sent.
+While one report is being sent, the next one collects changes, so that a slow index costs the engine
+nothing. A page that is added and removed meanwhile is never reported.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from kvgraph.serve.load import LoadMeter
 from kvgraph.serve.replicas.report import Report, packed
 
 BEAT_SECONDS = 5.0
-"""An idle engine reports as often: an index that has been restarted hears of it."""
+"""Interval of an idle engine's reports, so that a restarted index learns of it."""
 
 LOAD_SECONDS = 0.25
-"""Between two reports that tell of no page and no request."""
+"""Interval of reports on load alone, without changes of pages or requests."""
 
 RETRY_SECONDS = 0.2
-"""After a report that did not arrive."""
+"""Pause after a report that did not arrive."""
 
 
 class Feed:
-    """Of one engine. `send` gives what `RoutingIndex.report` does."""
+    """Reports on one engine. `send`: returns the result of `RoutingIndex.report`."""
 
     def __init__(
         self,
@@ -55,10 +55,10 @@ class Feed:
         self.meter = LoadMeter(engine)
         shares = isinstance(engine.kv, PagedKVCacheManager) and self._facts.prefix_caching
         self._kv = cast(PagedKVCacheManager, engine.kv) if shares else None
-        self._lock = Lock()  # of the changes
-        self._changes: dict[bytes, bool] = {}  # digest -> whether it is held now
+        self._lock = Lock()  # guards the changes
+        self._changes: dict[bytes, bool] = {}  # digest -> whether the page is held now
         self._started: list[str] = []
-        self._is_lost = True  # the index does not follow: all is to be told
+        self._is_lost = True  # the index is out of date: report all pages
         self._queued: set[str] = set()
         self._has_stepped = False
         self._news = asyncio.Event()
@@ -67,11 +67,11 @@ class Feed:
             self._kv.follow()
 
     def queued(self, request: str) -> None:
-        """Its first token, or its end, is told of."""
+        """Register a request, so that its first token or its end is reported."""
         self._queued.add(request)
 
     def ended(self, request: str) -> None:
-        """Also where it had no token."""
+        """Report the end of a request, if its first token was not reported."""
         with self._lock:
             if request in self._queued:
                 self._queued.discard(request)
@@ -79,7 +79,7 @@ class Feed:
         self._news.set()
 
     def after_step(self, tokens: Sequence[Token]) -> None:
-        """In the engine's thread."""
+        """Collect the changes of a step. Call it in the engine's thread."""
         self.meter.after_step(tokens)
         with self._lock:
             self._gather()
@@ -100,15 +100,15 @@ class Feed:
                 else:
                     self._changes[event.digest] = not isinstance(event, Removed)
         if len(self._changes) > 2 * self._facts.routed_pages:
-            self._is_lost = True  # all that is held is shorter
+            self._is_lost = True  # a whole report is shorter
         if self._is_lost:
             self._changes.clear()
 
     async def run(self, engine: AsyncEngine) -> None:
-        """Until it is cancelled, or the engine is closed."""
+        """Send reports until the task is cancelled, or the engine is closed."""
         while True:
             if not self._is_lost and not await self._has_news():
-                with suppress(RequestError):  # what happened behind the last step
+                with suppress(RequestError):  # collects changes since the last step
                     await engine.call(lambda own: self.after_step([]))
             try:
                 report = await engine.call(self._whole) if self._is_lost else self._next()
@@ -128,7 +128,7 @@ class Feed:
                 await asyncio.sleep(pause)
 
     async def _has_news(self) -> bool:
-        """Whether there is something to tell of; False after a while without."""
+        """Wait for changes to report; False if none come in time."""
         longest = LOAD_SECONDS if self._has_stepped else BEAT_SECONDS
         self._has_stepped = False
         try:
@@ -148,7 +148,7 @@ class Feed:
             )
 
     def _whole(self, engine: Engine) -> Report:
-        """In the engine's thread, between two steps."""
+        """Build a report of all pages. Call it in the engine's thread, between two steps."""
         with self._lock:
             self._is_lost = False
             held: list[bytes] = []

@@ -1,5 +1,5 @@
-"""Requests on several engines: what a server hands to one engine goes to the replica that answers
-first, and on to another one where that dies."""
+"""Fleet: runs requests on several engines. A request goes to a replica that a router chooses, and
+to another one if that replica dies."""
 
 from __future__ import annotations
 
@@ -25,24 +25,24 @@ from kvgraph.serve.replicas.report import packed
 
 TRIES = 8
 ACCEPT_SECONDS = 1.0
-"""For a replica to take a prompt that it computes for another one."""
+"""Time in which a prefill replica must accept a prompt."""
 
 CLOSED = "the server was closed"
 
 RETRY_SECONDS = 0.1
-"""Before the second try; each one after it waits twice as long."""
+"""Pause before the second try; it doubles before each further try."""
 
 
 @dataclass(eq=False, slots=True)
 class _Run:
-    """A request on its way; `answered` once a replica has taken or refused it."""
+    """A running request; `answered` is done once a replica has accepted or refused it."""
 
     stream: TokenStream
     answered: asyncio.Future[None]
     task: asyncio.Task[None] | None = None
 
     def refuse(self, why: str) -> None:
-        """RequestError for who submits it, or the end of the stream for who reads that already."""
+        """Raise RequestError in `submit`, or end the stream if `submit` has returned."""
         request_id = self.stream.request_id
         if not self.answered.done():
             self.answered.set_exception(RequestError(why))
@@ -57,11 +57,13 @@ class _Run:
 class Fleet:
     """Runs requests as an AsyncEngine does.
 
-    `ask` gives the messages of a replica that a router chooses; `is_gone` tells the errors of a
-    replica that has died from others. Then the request is asked for again, whole: equal tokens are
-    not given twice. Where the new ones differ, the stream ends with finish_reason "error".
-    `prefill` has the prompt computed elsewhere first: its first message says that it is. Where
-    none comes in ACCEPT_SECONDS (no such replica runs), or it fails, who answers computes it.
+    `ask`: sends an order to a replica that a router chooses, and yields its messages. `is_gone`:
+    whether an error is the loss of a replica. If so, the whole request is sent again, and tokens
+    that the stream already had are skipped. If they differ, the stream ends with finish_reason
+    "error".
+    `prefill`: lets a prefill replica compute the prompt first; its first message says that it does.
+    If none comes in ACCEPT_SECONDS (no such replica runs), or it fails, the decode replica computes
+    the prompt.
     """
 
     def __init__(
@@ -87,7 +89,7 @@ class Fleet:
         most_unread: int | None = None,
         news: asyncio.Event | None = None,
     ) -> TokenStream:
-        """Queue token ids at a replica. RequestError as of `Engine.submit`, at once."""
+        """Submit token ids to a replica. RequestError as in `Engine.submit`, at once."""
         if self.is_closed:
             raise RequestError(CLOSED)
         order = self._order(prompt, sampling or SamplingParams(), cache_salt)
@@ -104,7 +106,7 @@ class Fleet:
         return stream
 
     async def close(self) -> None:
-        """End what runs with an error; the replicas are told."""
+        """End running requests with an error, and cancel them at the replicas."""
         self.is_closed = True
         runs = list(self._running.values())
         for run in runs:
@@ -115,7 +117,7 @@ class Fleet:
     def _order(self, prompt: Sequence[int], sampling: SamplingParams, salt: bytes) -> Order:
         request_id = uuid.uuid4().hex
         if sampling.temperature > 0 and sampling.seed is None:
-            # Asked for again, it has the same tokens.
+            # A fixed seed, so that a retry generates the same tokens.
             sampling = replace(sampling, seed=secrets.randbits(63))
         try:
             tokens = np.array(prompt, "<i4")
@@ -172,7 +174,7 @@ class Fleet:
                 pass
 
     async def _attempt(self, order: Order, run: _Run, given: list[int]) -> None:
-        """All tokens from one replica; `given` are those that the stream had from others."""
+        """Pass on all tokens of one replica; `given`: those that the stream had before."""
         known, stream = list(given), run.stream
         async for message in self._ask(order):
             if isinstance(message, Refused):
@@ -204,11 +206,11 @@ class _CutError(Exception):
 
 
 class _DiffersError(Exception):
-    """A replica gives other tokens than the one before it."""
+    """A replica generates other tokens than the replica before it."""
 
 
 def _behind(known: list[int], tokens: list[Token]) -> list[Token]:
-    """Those that are new; what is known is taken off `known`."""
+    """The tokens after those in `known`; remove the tokens that match from `known`."""
     count = min(len(known), len(tokens))
     if [token.token_id for token in tokens[:count]] != known[:count]:
         raise _DiffersError
@@ -217,7 +219,7 @@ def _behind(known: list[int], tokens: list[Token]) -> list[Token]:
 
 
 def _note(stats: RequestStats, piece: Piece) -> None:
-    """Times by this process's clock."""
+    """Set the times of a request by this process's clock."""
     if stats.first_token is None:
         stats.cached_tokens = piece.cached_tokens
         stats.started = stats.submitted + piece.queue_seconds

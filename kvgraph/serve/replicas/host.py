@@ -1,4 +1,4 @@
-"""A replica: one engine, asked by ingresses and followed by the index."""
+"""EngineHost: a replica's engine, which serves ingresses and reports to the index."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from kvgraph.serve.replicas.messages import Accepted, Message, Order, Piece, Ref
 from kvgraph.serve.replicas.report import DECODE, Report
 
 SETTLE_SECONDS = 10.0
-"""For the pages of a prompt to reach the tiers."""
+"""Time in which the pages of a prompt must reach the tiers."""
 
 LOOK_SECONDS = 0.002
 
 
 class ReplicaClosedError(Exception):
-    """The replica ends: another one is to be asked."""
+    """The replica is shutting down: send the request to another one."""
 
 
 class EngineHost:
-    """Runs what ingresses ask; `name` is the replica's, `send` hands a report to the index.
+    """Runs the orders of ingresses. `name`: the replica's; `send`: sends a report to the index.
 
-    `leave` is called where the engine has ended on its own: nothing is to be sent here any more.
+    `leave`: called if the engine ends by itself, so that the index sends no more requests.
     """
 
     def __init__(
@@ -64,12 +64,12 @@ class EngineHost:
             self._feeding.cancel()
 
     def require_running(self) -> None:
-        """ReplicaClosedError where the engine has ended, as it does with a lost rank."""
+        """Raise ReplicaClosedError if the engine has ended, such as by a lost rank."""
         if self._engine is None or self._engine.is_closed:
             raise ReplicaClosedError(self.name)
 
     async def generate(self, order: Order) -> AsyncIterator[Message]:
-        """`Accepted` and then the tokens as they come, or `Refused`. Leaving it cancels."""
+        """Yield `Accepted` and then tokens as they come, or `Refused`. Leaving early cancels."""
         assert self._engine is not None
         assert self._feed is not None
         prompt = np.frombuffer(order.prompt, "<i4").tolist()
@@ -100,10 +100,10 @@ class EngineHost:
             self._feed.ended(order.request_id)
 
     async def prefill(self, order: Order) -> AsyncIterator[Message]:
-        """`Accepted`, and the end once the prompt is computed and its pages are in the tiers.
+        """Yield `Accepted`; end once the prompt is computed and its pages are in the tiers.
 
-        Nothing is raised for a prompt that cannot be computed, or a tier that takes nothing: who
-        asks for the answer is told, or computes the prompt. TimeoutError for a tier that is slow.
+        A prompt that cannot be computed, or a tier that takes nothing, raises nothing: the decode
+        replica refuses or computes the prompt. TimeoutError for a slow tier.
         """
         assert self._engine is not None
         only = SamplingParams(max_new_tokens=1, ignore_eos=True)

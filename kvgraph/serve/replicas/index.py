@@ -1,11 +1,11 @@
-"""Which replica a prompt goes to: the one that has least to do before its first token.
+"""RoutingIndex: routes a prompt to the replica with the least work before its first token.
 
     table   64 bits of a page's digest -> bit mask of the replicas that hold the page
 
     cost    tokens to compute, those that wait before it, and those whose pages it would evict
 
-Reports of a replica keep the table equal to its pool. One that does not follow the report before it
-is refused, and the replica sends all it holds: after a restart of either side nothing is stale.
+Reports of a replica keep the table equal to its pool. A report that does not follow the previous
+one is refused, and the replica sends all its pages: no restart of either side leaves stale entries.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from kvgraph.serve.replicas.messages import try_before
 from kvgraph.serve.replicas.report import DECODE, Report, unpacked
 
 ASSIGNED_SECONDS = 300.0
-"""A request of which no report has told for so long is not waited for any more."""
+"""Age after which an assigned request without a report is no longer counted."""
 
 LEAST_PAUSE_SECONDS = 0.01
 MOST_REPORTS = 1000
-"""Reports a second of all replicas together: half of what an actor of Ray takes."""
+"""Most reports per second of all replicas together: half of what a Ray actor handles."""
 
 SILENT_SECONDS = 30.0
-"""A replica that has reported nothing for so long is forgotten."""
+"""Time without a report after which a replica is forgotten."""
 
 
 @dataclass(slots=True)
 class Known:
-    """What the index knows of a replica."""
+    """Data of the index on one replica."""
 
     bit: int
     epoch: bytes
@@ -47,11 +47,11 @@ class Known:
     heard: float
     role: str
     num_pages: int = 0
-    """Pages of it in the table."""
+    """Number of its pages in the table."""
     assigned: dict[str, tuple[int, float]] = field(default_factory=dict)
-    """Request -> tokens of it to compute, and when it was assigned: until it has started."""
+    """Requests that have not started: tokens to compute, and time of assignment, by request id."""
     turn: int = 0
-    """When it was last chosen."""
+    """Sequence number of its latest choice."""
 
     @property
     def queued_tokens(self) -> int:
@@ -59,20 +59,20 @@ class Known:
 
 
 class RoutingIndex:
-    """Knows the pages of all replicas; `clock` gives seconds."""
+    """The pages and loads of all replicas. `clock`: returns seconds."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._table: dict[int, int] = {}
         self._known: dict[str, Known] = {}
         self._turns = itertools.count(1)
-        self._gone: dict[bytes, EngineStats] = {}  # epoch -> counters of an engine that is no more
+        self._gone: dict[bytes, EngineStats] = {}  # epoch -> counters of an engine that has ended
         self._is_draining = self._has_drained = False
 
     # -- from replicas
 
     def report(self, report: Report) -> float | None:
-        """Seconds to wait before the next report; None: the replica is to send a whole one now."""
+        """Apply a report. Return the seconds before the next; None requests a whole report now."""
         known = self._known.get(report.replica)
         if report.is_whole:
             known = self._begin(report)
@@ -92,14 +92,14 @@ class RoutingIndex:
             if not mask & bit:
                 known.num_pages += 1
                 table[digest] = mask | bit
-        for request in report.started:  # Ray may have sent it to another one than the first
+        for request in report.started:  # Ray may have chosen another replica than the first
             for other in self._known.values():
                 other.assigned.pop(request, None)
         known.sequence, known.load, known.heard = report.sequence, report.load, self._clock()
         return max(LEAST_PAUSE_SECONDS, len(self._known) / MOST_REPORTS)
 
     def _begin(self, report: Report) -> Known:
-        """A replica without pages, which the whole report fills."""
+        """Register a replica without pages; the whole report then adds them."""
         assert report.facts is not None
         old = self._known.get(report.replica)
         self.forget(report.replica)
@@ -114,7 +114,7 @@ class RoutingIndex:
         return known
 
     def forget(self, replica: str) -> None:
-        """It is gone, with its pages."""
+        """Remove a replica that has ended, with its pages."""
         known = self._known.pop(replica, None)
         if known is None:
             return
@@ -129,13 +129,12 @@ class RoutingIndex:
     def choose(
         self, request: str, candidates: Sequence[str], chain: bytes, num_tokens: int
     ) -> list[str]:
-        """`candidates` by their cost, the cheapest first; the request counts as the first one's.
+        """Sort `candidates` by cost, cheapest first, and assign the request to the first one.
 
-        `chain`: packed digests of the prompt's full pages. Candidates that have not reported come
-        last.
+        `chain`: packed digests of the prompt's full pages. Candidates without a report come last.
         """
         self._forget_old()
-        for other in self._known.values():  # it is routed again
+        for other in self._known.values():  # it may be a retry
             other.assigned.pop(request, None)
             other.assigned.pop(try_before(request), None)
         known = {name: found for name in candidates if (found := self._known.get(name))}
@@ -150,7 +149,7 @@ class RoutingIndex:
         return order + [name for name in candidates if name not in known]
 
     def hits(self, chain: bytes, candidates: Collection[str]) -> dict[str, int]:
-        """Pages of the prompt that each of the candidates can take from its pool."""
+        """Number of the prompt's pages in the pool of each candidate, usable as a prefix."""
         digests = unpacked(chain)
         found = dict.fromkeys(candidates, 0)
         whole = {}
@@ -172,7 +171,7 @@ class RoutingIndex:
         return found | {name: len(digests) for name, bit in whole.items() if left & bit}
 
     def _forget_old(self) -> None:
-        """Replicas that are gone without a word, and requests of which none has told."""
+        """Forget silent replicas, and assigned requests that no report has mentioned."""
         now = self._clock()
         for name, known in list(self._known.items()):
             if now - known.heard > SILENT_SECONDS:
@@ -187,9 +186,9 @@ class RoutingIndex:
     # -- from the command
 
     def drain(self) -> bool:
-        """All of it is to end: the ingress learns it here, as Ray tells it only at the very end.
+        """Ask the ingress to drain, as Ray would tell it only at the very end.
 
-        Whether the ingress has no request any more. To be asked again: the index may be restarted.
+        Return whether the ingress has no request left. Call it repeatedly: the index may restart.
         """
         self._is_draining = True
         return self._has_drained
@@ -197,26 +196,26 @@ class RoutingIndex:
     # -- from the ingress
 
     def end_drain(self) -> None:
-        """It has no request any more, and takes none."""
+        """Note that the ingress has no request left, and accepts none."""
         self._has_drained = True
 
-    # -- for those who look
+    # -- queries
 
     def is_draining(self) -> bool:
         return self._is_draining
 
     def facts(self) -> EngineFacts | None:
-        """Of one engine; all are alike. None before any has reported."""
+        """Facts of one engine, as all are alike; None before a report."""
         return next((known.facts for known in self._known.values()), None)
 
     def cached(self, chain: bytes, role: str = DECODE) -> int:
-        """Most pages of a prompt that a replica of the role can take from its pool."""
+        """Most pages of a prompt that the pool of any replica of the role holds."""
         self._forget_old()
         names = [name for name, known in self._known.items() if known.role == role]
         return max(self.hits(chain, names).values(), default=0)
 
     def load(self) -> tuple[int, Load | None]:
-        """How many replicas answer requests, and what they do together."""
+        """Number of replicas that answer requests, and their combined load."""
         self._forget_old()
         loads = [known.load for known in self._known.values() if known.role == DECODE]
         if not loads:
@@ -229,7 +228,7 @@ class RoutingIndex:
         return [digest for digest, mask in self._table.items() if mask & bit]
 
     def queued(self) -> Mapping[str, int]:
-        """Tokens of prompts that wait, by replica."""
+        """Tokens of waiting prompts, by replica."""
         return {name: known.queued_tokens for name, known in self._known.items()}
 
     @property
@@ -239,7 +238,7 @@ class RoutingIndex:
 
 
 def _cost(known: Known, hit: int, num_tokens: int) -> tuple[int, int]:
-    """Tokens before the first one of a request; then requests that run."""
+    """Tokens to process before the request's first token; then the number of running requests."""
     size = known.facts.page_size
     fresh = ceildiv(num_tokens, size) - hit
     evicted = max(0, fresh - (known.facts.routed_pages - known.num_pages))
@@ -248,7 +247,7 @@ def _cost(known: Known, hit: int, num_tokens: int) -> tuple[int, int]:
 
 
 class _Held:
-    """The pages of one replica."""
+    """The set of digests whose pages one replica holds."""
 
     def __init__(self, table: Mapping[int, int], bit: int) -> None:
         self._table, self._bit = table, bit
@@ -269,19 +268,19 @@ COUNTERS = (
 
 
 def _counters(stats: EngineStats) -> EngineStats:
-    """Of an engine that is no more."""
+    """Statistics of an engine that has ended: its counters only."""
     kept = {name: getattr(stats, name) for name in COUNTERS}
     return EngineStats(0, 0, num_free_pages=0, num_pages=0, **kept)
 
 
 def _sum(parts: Sequence[EngineStats]) -> EngineStats:
-    """None of a field counts as 0."""
+    """The sum of each field; None counts as 0."""
     names = [entry.name for entry in fields(EngineStats)]
     return EngineStats(**{n: sum([getattr(part, n) or 0 for part in parts]) for n in names})
 
 
 def _together(loads: Sequence[Load], gone: Iterable[EngineStats]) -> Load:
-    """Rates add up; a step is as long as the longest."""
+    """The load of all replicas: rates are summed, and the longest step counts."""
     ends = sum([1 / load.finish_seconds for load in loads if load.finish_seconds])
     return replace(
         loads[0],

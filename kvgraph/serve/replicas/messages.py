@@ -1,4 +1,4 @@
-"""What travels between an ingress and a replica."""
+"""Messages between an ingress and a replica."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ class Order(NamedTuple):
         return len(self.prompt) // 4
 
     def tried_again(self, number: int) -> Order:
-        """With an id of its own: a replica may run the try before it still."""
+        """The order with a new id, since a replica may still run the previous try."""
         return self._replace(request_id=f"{self.request_id}-{number}")
 
 
 def try_before(request_id: str) -> str:
-    """The id of the try before this one; of the first one, its own."""
+    """The id of the previous try; the same id for the first try."""
     first, _, number = request_id.rpartition("-")
     if not number.isdigit() or not first:
         return request_id
@@ -35,17 +35,17 @@ def try_before(request_id: str) -> str:
 
 
 class Accepted(NamedTuple):
-    """The first message of a request that can complete."""
+    """First message for a request that was accepted."""
 
 
 class Refused(NamedTuple):
-    """The only message of one that cannot; the sentence of the error."""
+    """Only message for a request that was refused; `why`: the error's message."""
 
     why: str
 
 
 class Piece(NamedTuple):
-    """All tokens since the last message."""
+    """Message with all tokens since the previous one."""
 
     tokens: list[Token]
     cached_tokens: int

@@ -1,4 +1,4 @@
-"""What a replica tells the index: which pages it holds, and what it does."""
+"""Report: pages and load of a replica, sent to the index."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ DECODE, PREFILL = "decode", "prefill"
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """Changes since the report before it, or all that is held.
+    """Changes since the previous report, or all pages.
 
-    `epoch` is new at every start of an engine; `sequence` counts its reports. `added` and `removed`
-    are packed digests of pages. `started`: requests that had their first token, or have ended.
+    `epoch`: random at every start of an engine. `sequence`: number of the report. `added`,
+    `removed`: packed digests of pages. `started`: ids of requests that had their first token, or
+    have ended.
     """
 
     replica: str
@@ -31,13 +32,13 @@ class Report:
     started: tuple[str, ...]
     load: Load
     facts: EngineFacts | None = None
-    """Of whole reports."""
+    """Only in whole reports."""
     role: str = DECODE
     """`DECODE` or `PREFILL`."""
 
 
 def packed(digests: Iterable[bytes]) -> bytes:
-    """The last 64 bits of each digest: what a router tells pages apart by."""
+    """The last 64 bits of each digest, by which routers distinguish pages."""
     return b"".join([digest[-8:] for digest in digests])
 
 

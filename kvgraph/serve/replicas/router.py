@@ -13,9 +13,9 @@ from kvgraph.serve.replicas.messages import Order
 
 
 class PageRouter(RequestRouter):  # type: ignore[misc]
-    """Ranks replicas as the index does; without an answer of it, by chance.
+    """Ranks replicas by the routing index; in random order if the index does not answer.
 
-    `initialize_state` takes name and namespace of the index's actor. The first argument of a
+    `initialize_state`: takes name and namespace of the index's actor. The first argument of a
     request is its `Order`.
     """
 
@@ -24,9 +24,9 @@ class PageRouter(RequestRouter):  # type: ignore[misc]
 
     @property
     def supports_rejection_protocol(self) -> bool:
-        """No replica is full: what is too much waits, or is refused, at the ingress.
+        """False: no replica is ever full, as surplus requests wait or are refused at the ingress.
 
-        Ray 2.60 does not read it, and asks each replica.
+        Ray 2.60 does not read this property, and asks each replica.
         """
         return False
 
@@ -35,14 +35,14 @@ class PageRouter(RequestRouter):  # type: ignore[misc]
         candidate_replicas: list[RunningReplica],
         pending_request: PendingRequest | None = None,
     ) -> list[list[RunningReplica]]:
-        """One replica in each rank: the next is asked where the one before it takes no more."""
+        """Return one replica in each rank: Ray tries the next if one accepts no more."""
         named = {str(replica.replica_id.unique_id): replica for replica in candidate_replicas}
         order = random.sample(list(named), len(named))
         for given in [] if pending_request is None else pending_request.args[:1]:
             if not isinstance(given, Order):
                 continue
             asked = (given.request_id, list(named), given.chain, given.num_tokens)
-            with suppress(RayError):  # it is being restarted
+            with suppress(RayError):  # the index restarts
                 order = await self._index.choose.remote(*asked)
         return [[named[name]] for name in order]
 

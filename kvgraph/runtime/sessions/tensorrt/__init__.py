@@ -1,1 +1,1 @@
-"""TensorRT: an engine that is deserialised here, and its step."""
+"""TensorRT: loads an engine, and runs its steps."""

@@ -1,4 +1,4 @@
-"""An engine's inputs and outputs against the manifest's, one fact after the other."""
+"""Compares an engine's inputs and outputs with the manifest's."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def _require_tensor(
             engine.get_tensor_dtype(name),
         ),
         ("format", trt.TensorFormat.LINEAR, engine.get_tensor_format(name)),
-        # The manifest has the alias; an engine without the promise still gets one address.
+        # An engine that does not report the manifest's alias still gets one address for both.
         ("an alias of", (symbol.name if is_buffer_out else None) if aliased else aliased, aliased),
     ]
     if symbol.device.kind != "host":
@@ -101,7 +101,7 @@ def _require_tensor(
 
 
 def _dim_fits(symbol: TensorType, axis: int, extent: int, info: EngineInfo) -> bool:
-    """A symbol is dynamic, or has the one extent that every profile pins it to."""
+    """Whether a dim fits: a symbol is dynamic, or has the extent that every profile pins it to."""
     dim = symbol.shape[axis]
     if isinstance(dim, int) or extent == -1:
         return extent == (-1 if isinstance(dim, str) else dim)

@@ -1,8 +1,8 @@
-"""A TensorRT engine file: refused with a reason, or deserialised and checked against its manifest.
+"""LoadedEngine: a TensorRT engine file, deserialised and checked against its manifest.
 
-Refusals come in the order in which they are cheapest to mend: the Python module, its version, the
+Checks run in the order in which failures are easiest to fix: the Python module, its version, the
 driver, the GPU's architecture, the engine's bytes, the plugins, its inputs and outputs. TensorRT
-itself says what it dislikes only to a logger, so its last words are part of ours.
+reports its reasons only to a logger, so our errors contain its last message.
 """
 
 from __future__ import annotations
@@ -38,18 +38,18 @@ INSTALL = {
     "tensorrt_rtx": "pip install 'kvgraph[tensorrt]'",
     "tensorrt": "install NVIDIA TensorRT",
 }
-"""The modules that a manifest may name -> how a machine gets them."""
+"""Modules that a manifest may name, each with the way to install it."""
 
 TENSORRT = {dtype.safetensors: dtype.tensorrt for dtype in ALL if dtype.tensorrt}
-"""Names of dtypes in safetensors -> those of TensorRT's DataType."""
+"""Maps names of dtypes in safetensors to those of TensorRT's DataType."""
 
 
 class LoadedEngine:
-    """An engine of `artifact` on `device`, its bindings checked. `said()` is TensorRT's last word.
+    """An engine of `artifact` on `device`, with checked bindings.
 
-    MissingDependencyError, ArtifactError (another version or architecture: both named; an engine
-    that TensorRT refuses; bindings that are not the manifest's), CapacityError, KernelError
-    (plugins), UnsupportedError (a padded cache: plain operators promise nothing about one address).
+    MissingDependencyError; ArtifactError (another version or architecture, both named; an engine
+    that TensorRT rejects; bindings that differ from the manifest's); CapacityError; KernelError
+    (plugins); UnsupportedError (a padded cache: plain operators do not write in place).
     """
 
     def __init__(self, artifact: ArtifactFolder, device: CudaDevice) -> None:
@@ -76,15 +76,15 @@ class LoadedEngine:
         self.hosted = require_bindings(self.engine, trt, artifact, info, path)
 
     def said(self) -> str:
-        """The last error that TensorRT logged, but for its own wrapper around errors of CUDA."""
+        """The last error that TensorRT logged, except its wrapper around CUDA errors."""
         errors = [error for error in self._logger.errors if "catchCudaError" not in error]
         return errors[-1] if errors else "no reason was logged"
 
     def context(self, profile: int, stream: int, *, captured: bool) -> IExecutionContext:
-        """An execution context without memory of its own, in an optimisation profile.
+        """An execution context in an optimisation profile; the caller gives it memory.
 
-        TensorRT-RTX finishes kernels for the shapes that it meets: in the background, while others
-        stand in, or at once. A graph keeps what it was `captured` with, so there at once.
+        TensorRT-RTX specialises kernels for the shapes that it sees: in the background, while
+        other kernels run, or eagerly. A graph keeps its `captured` kernels, so there eagerly.
         """
         trt, engine = self.trt, self.engine
         config = engine.create_runtime_config()
@@ -102,7 +102,7 @@ class LoadedEngine:
         return context
 
     def scratch_bytes(self) -> int:
-        """Device memory that any context needs while it runs."""
+        """Bytes of device memory that a context needs while it runs; the most of all profiles."""
         profiles = range(len(self.info.profiles))
         return max(int(self.engine.get_device_memory_size_for_profile_v2(i)) for i in profiles)
 
@@ -118,7 +118,7 @@ class LoadedEngine:
             )
 
     def _refit(self, path: Path) -> None:
-        """Give the engine the weights that it was built without; they are read where they lie."""
+        """Give the engine the weights that it was built without, from the mapped file."""
         refitter = self.trt.Refitter(self.engine, self._logger)
         tensors, raw = read_layout(path), _mapped(path)
         for name in self.info.refit:
@@ -147,7 +147,7 @@ class LoadedEngine:
 
 
 def _mapped(path: Path) -> npt.NDArray[np.uint8]:
-    """A file's bytes, read as they are touched."""
+    """A file's bytes, memory-mapped."""
     try:
         return np.memmap(path, np.uint8, "r")
     except (OSError, ValueError) as error:  # missing, or empty
@@ -196,7 +196,7 @@ def _import(path: Path, info: EngineInfo) -> Any:
 
 
 def require_arch(path: Path, info: EngineInfo, device: CudaDevice) -> None:
-    """ArtifactError unless the engine was built for the device's architecture, or for any."""
+    """Raise ArtifactError unless the engine was built for the device's architecture, or any."""
     if info.archs and device.arch not in info.archs:
         raise ArtifactError(
             f"{path}: expected an engine for {device.arch} (cuda:{device.ordinal}, {device.name}), "
@@ -206,7 +206,7 @@ def require_arch(path: Path, info: EngineInfo, device: CudaDevice) -> None:
 
 def _logger(trt: Any) -> ILogger:
     class Errors(trt.ILogger):  # type: ignore[misc]  # the base is the module's own
-        """Keeps what TensorRT calls an error; the rest is not printed."""
+        """Keeps TensorRT's errors; drops its other messages."""
 
         def __init__(self) -> None:
             trt.ILogger.__init__(self)

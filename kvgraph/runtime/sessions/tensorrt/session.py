@@ -1,17 +1,17 @@
-"""TensorRT session: an engine over fixed addresses, one CUDA graph for each size that comes again.
+"""TensorRTSession: an engine over fixed addresses, with one CUDA graph for each repeated size.
 
     host, pinned ----copy----> index tensors --\
                                                 engine --> logits ----copy----> host, pinned
     pool (one address: input and output) ------/
 
 Decisions: every index tensor has one address for the session's life, in pinned memory and on the
-device, so that a captured graph holds the copies too and a step is: fill, launch, copy the logits.
-A captured step has an execution context of its own, as TensorRT asks for; all contexts share one
-piece of scratch memory, as they run one after the other on one stream.
+device. So a captured graph contains the copies too, and a step is: fill, launch, copy the logits.
+A captured step has a separate execution context, as TensorRT requires. All contexts share one
+scratch memory, as they run in turn on one stream.
 
-No machine at hand had both a GPU and TensorRT: this file is tested against a fake runtime that
-runs the model at the very addresses that are bound here (tests/runtime/fake_tensorrt.py), and its
-names against those of the real modules. `pytest -m cuda` runs it for real.
+This file has not run on a GPU with TensorRT. It is tested against a fake runtime that runs the
+model at the addresses that are bound here (tests/runtime/fake_tensorrt.py), and its names against
+those of the real modules. `pytest -m cuda` runs it for real.
 """
 
 from __future__ import annotations
@@ -48,17 +48,17 @@ if TYPE_CHECKING:
 Sizes = dict[str, int]
 
 MAX_GRAPHS = 256
-"""Captured steps that are kept, the least recently run one goes first; an engine of 64 rows and
+"""Most captured steps; the least recently used one is dropped first. An engine of 64 rows and
 131,072 tokens has steps of 81 sizes."""
 
 CAPTURABLE = "an engine that can be captured in a CUDA graph"
 
 
 class TensorRTSession(Session):
-    """Runs `model.engine` on one GPU. Pools are device memory; logits come back on the host.
+    """Runs `model.engine` on one GPU. Pools are device memory; logits are returned on the host.
 
-    Errors of the file and the machine: see `LoadedEngine` and `CudaDevice`. Steps beyond every
-    optimisation profile are BindingErrors that name the dim and the profiles' largest extent.
+    Errors of the file and the machine: see `LoadedEngine` and `CudaDevice`. BindingError for a
+    step that no optimisation profile holds; it names the dim and the profiles' largest extent.
     """
 
     memory = DeviceArray
@@ -75,7 +75,7 @@ class TensorRTSession(Session):
         self._profiles = self._loaded.info.profiles
         self._tensor = self._loaded.info.tensor
         self._inputs = self.signature.inputs
-        # Before what holds the device, and so its stream: attributes go in this order.
+        # Set before the objects that own the device and its stream: attributes are freed in order.
         self._contexts: dict[int, IExecutionContext] = {}
         self._captured: dict[tuple[object, ...], _Captured] = {}
         self._index_tensors = {
@@ -85,7 +85,7 @@ class TensorRTSession(Session):
         }
         self._logits = Logits(self._device, self._vocab)
         self._scratch = self._device.zeros("int8", (self._loaded.scratch_bytes(),))
-        self._records = True  # whether steps are captured from now on
+        self._records = True  # whether new steps may be captured
 
     @property
     def limits(self) -> Mapping[str, int]:  # type: ignore[override]
@@ -93,8 +93,8 @@ class TensorRTSession(Session):
         return {dim: max(profile.max[dim] for profile in self._profiles) for dim in dims}
 
     def allocate(self, symbol: TensorType, sizes: Mapping[str, int]) -> Buffer:
-        """Zeroed device memory. CapacityError where the device has too little, BindingError where
-        the engine takes fewer pages."""
+        """Allocate zeroed device memory. CapacityError if the device has too little memory;
+        BindingError if the engine takes fewer pages."""
         self._require_known(symbol)
         self._choose({dim: sizes[dim] for dim in symbol.symbolic_dims})
         shape = symbol.extents(sizes)
@@ -126,7 +126,7 @@ class TensorRTSession(Session):
             captured = self._captured.pop(step.key, None)
             if captured is None:
                 return self._capture(step) if self._records else self._run_step(step)
-            self._captured[step.key] = captured  # the youngest
+            self._captured[step.key] = captured  # most recently used
             captured.graph.launch()
             return self._take_logits(step)
 
@@ -134,7 +134,7 @@ class TensorRTSession(Session):
         with self._device.current():
             self._device.synchronize()
 
-    # -- planning: what may fail comes first, then the index tensors are filled
+    # -- planning: checks that may fail come first, then the index tensors are filled
 
     def _plan(self, arrays: Sequence[Any]) -> _Step:
         """Check the step against the profiles, and write its index tensors into pinned memory."""
@@ -154,13 +154,15 @@ class TensorRTSession(Session):
                 hosted = symbol.name in self._loaded.hosted
                 addresses[symbol.name] = tensor.host.address if hosted else tensor.device.address
                 if hosted:
-                    baked.append(array.tobytes())  # read when enqueued: part of what is captured
+                    baked.append(array.tobytes())  # read on enqueue, so a captured step keeps it
         logits = self._logits.at_least(sizes[NUM_LOGITS])
         key = (*sizes.values(), *addresses.values(), *baked)
         return _Step(profile, sizes, addresses, logits, wanted, key)
 
     def _choose(self, sizes: Sizes) -> int:
-        """The first profile that holds every extent. Logits that no row asked for are computed."""
+        """Index of the first profile that holds every extent.
+
+        NUM_LOGITS may be below its minimum: surplus logits are then computed and dropped."""
         for index, profile in enumerate(self._profiles):
             least = profile.min | {NUM_LOGITS: 0}
             if all(least[dim] <= n <= profile.max[dim] for dim, n in sizes.items()):
@@ -188,7 +190,7 @@ class TensorRTSession(Session):
         return context
 
     def _bind(self, context: IExecutionContext, step: _Step) -> None:
-        """Shapes and addresses of every input and output; a pool's two have one address."""
+        """Set shapes and addresses of all inputs and outputs; a pool has one address for both."""
         for symbol in self._inputs:
             name, shape = self._tensor(symbol.name), symbol.extents(step.sizes)
             self._require(context.set_input_shape(name, shape), f"{symbol.name} {shape}")
@@ -200,13 +202,13 @@ class TensorRTSession(Session):
         self._require(not unknown, f"shapes of {unknown}")
 
     def _set_address(self, context: IExecutionContext, name: str, address: int) -> None:
-        """An output that the engine does not have, as it writes its input in place, needs none."""
+        """Set the address of `name`; skip an output that the engine writes through its input."""
         tensor = self._tensor(name)
         if tensor is not None:
             self._require(context.set_tensor_address(tensor, address), f"address of {name}")
 
     def _enqueue(self, context: IExecutionContext, step: _Step) -> None:
-        """Copies in, then the engine."""
+        """Enqueue the copies of index tensors, then the engine."""
         for symbol in self._inputs:
             if symbol.kind == "tensor" and symbol.name not in self._loaded.hosted:
                 self._index_tensors[symbol.name].upload(symbol.extents(step.sizes))
@@ -214,13 +216,13 @@ class TensorRTSession(Session):
         self._require(done, "execution")
 
     def _take_logits(self, step: _Step) -> npt.NDArray[np.float32]:
-        """Copied to the host: the one point of a step that waits."""
+        """Copy the logits to the host: the only wait of a step."""
         return self._logits.download(step.logits, step.wanted)
 
     def _capture(self, step: _Step) -> npt.NDArray[np.float32]:
-        """Run the step once, as TensorRT asks before a capture, and record it for the next time.
+        """Run the step once, as TensorRT requires before a capture, and record it.
 
-        Where memory is too little for that, what was captured stays, and nothing more is.
+        If memory is short, existing graphs stay, and no more are captured.
         """
         try:
             context = self._context(step.profile, captured=True)
@@ -238,8 +240,9 @@ class TensorRTSession(Session):
         return logits
 
     def _recorded(self, context: Any, step: _Step) -> Graph | None:
-        """None where it cannot be: then nothing more is recorded. TensorRT-RTX says before that an
-        engine cannot be captured; TensorRT has no such question, and its capture fails."""
+        """Record the step as a graph. If that is impossible, return None and stop capturing.
+
+        TensorRT-RTX can be asked whether a context is capturable; TensorRT's capture just fails."""
         asks = getattr(context, "is_stream_capturable", None)
         if asks is not None and not asks(int(self._device.stream)):
             self._stop_recording(CAPTURABLE, "TensorRT's answer that it cannot be")
@@ -276,7 +279,9 @@ class TensorRTSession(Session):
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """One step: profile, extent of every dim, address of every input, where its logits go."""
+    """One step: profile, extent of every dim, address of every input, and its logits' memory.
+
+    `wanted`: rows of logits that were asked for. `key`: identifies an equal captured step."""
 
     profile: int
     sizes: Sizes
@@ -295,7 +300,7 @@ class _Captured:
 
 
 def _beyond(profiles: list[ProfileInfo], sizes: Sizes) -> str:
-    """The first dim that no profile holds, or that they hold only apart from another."""
+    """The error message for sizes that fit no profile: the first such dim, or all ranges."""
     for dim, extent in sizes.items():
         if not any(each.min[dim] <= extent <= each.max[dim] for each in profiles):
             low, high = min(p.min[dim] for p in profiles), max(p.max[dim] for p in profiles)
