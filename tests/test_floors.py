@@ -30,7 +30,6 @@ FLOORS = {
     "quality": 5,
     "rebuild": 5,
     "serve": 5,
-    "show": 5,
     "cli": 6,
     "__main__": 7,
 }

@@ -11,9 +11,9 @@ import typer
 from kvgraph.bars import Bars
 from kvgraph.cli.console import print_json, stderr, stdout
 from kvgraph.cli.options import Json
+from kvgraph.cli.show import titled
 from kvgraph.plural import plural
 from kvgraph.progress import task
-from kvgraph.show import titled
 
 app = typer.Typer(no_args_is_help=True, help="The folder of a disk tier.")
 

@@ -17,11 +17,11 @@ from kvgraph.cli.options import (
     WeightsOption,
     require_file,
 )
+from kvgraph.cli.show import grouped, quality_line
 from kvgraph.contract.backends import OURS, default_backend
 from kvgraph.contract.params import KVCacheStrategy
 from kvgraph.contract.sizes import size_text
 from kvgraph.errors import KVGraphError, RequestError
-from kvgraph.show import grouped, quality_line
 
 if TYPE_CHECKING:
     from kvgraph.contract.manifest import Manifest

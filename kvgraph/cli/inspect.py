@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from kvgraph.cli.console import print_json, stdout
 from kvgraph.cli.options import ArtifactFolder, Json
+from kvgraph.cli.show import show
 from kvgraph.contract.plain import to_plain
-from kvgraph.show import show
 
 
 def inspect(artifact: ArtifactFolder, json: Json = False) -> None:

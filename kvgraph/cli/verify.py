@@ -12,11 +12,11 @@ import typer
 
 from kvgraph.cli.console import print_json, stdout, summary, terminable, working
 from kvgraph.cli.options import ArtifactFolder, Json
+from kvgraph.cli.show import ratio, titled
 from kvgraph.contract.sizes import size_text
 from kvgraph.errors import RequestError
 from kvgraph.plural import plural
 from kvgraph.progress import task
-from kvgraph.show import ratio, titled
 
 if TYPE_CHECKING:
     from rich.table import Table

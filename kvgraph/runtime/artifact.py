@@ -54,7 +54,7 @@ class Artifact(ArtifactFolder):
         make = partial(_make, kind)
         if self.ranks == 1:
             return make(self, num_threads)
-        from kvgraph.runtime.ranks.open import open_leader
+        from kvgraph.runtime.ranks.sessions import open_leader
 
         return open_leader(self, make, num_threads, collective_timeout)
 
@@ -71,7 +71,7 @@ class Artifact(ArtifactFolder):
         The arguments are those of `session`. `joined`: called once all ranks have met. RankError
         if rank 0 is gone or differs.
         """
-        from kvgraph.runtime.ranks import open as ranks
+        from kvgraph.runtime.ranks import sessions as ranks
 
         require_threads(num_threads)
         ranks.follow(self, partial(_make, kind), num_threads, collective_timeout, joined)

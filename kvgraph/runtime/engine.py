@@ -24,12 +24,12 @@ from kvgraph.runtime.config import (
     configured,
     require_known,
 )
+from kvgraph.runtime.generate_progress import report_progress
 from kvgraph.runtime.outcome import Outcome, outcome_of
 from kvgraph.runtime.request_builder import RequestBuilder
 from kvgraph.runtime.sampling import Logits, SamplingParams, Token
 from kvgraph.runtime.scheduler import Batch, Request
 from kvgraph.runtime.sessions.base import Session
-from kvgraph.runtime.share import shared
 from kvgraph.runtime.stats import EngineStats, cache_stats
 from kvgraph.runtime.text import Completion, completions_of
 from kvgraph.runtime.turns import Turns, in_turn
@@ -310,13 +310,13 @@ class Engine(Chats, Uncopied):
         try:
             for request in requests:
                 self._queue(request)
-            with shared(requests) as tell:
+            with report_progress(requests) as update:
                 while any(map(self._is_open, tokens)):
                     self._run_step()
                     own, self._held = self._held_apart(tokens)
                     for token in own:
                         tokens[token.request_id].append(token)
-                    tell()
+                    update()
         finally:
             self._abandoned.extend(requests)
             self._settle()

@@ -16,13 +16,13 @@ import pytest
 from rich.console import Console
 
 import kvgraph
+from kvgraph.cli.show import show
 from kvgraph.compiler.passes import PassOptions
 from kvgraph.compiler.passes.lists import LOWER_CACHES, PASSES, Pass
 from kvgraph.compiler.traced import Traced
 from kvgraph.contract.backends import OURS
 from kvgraph.contract.manifest import Manifest, read_manifest
 from kvgraph.errors import RequestError
-from kvgraph.show import show
 from tests.support import command_line
 
 ROOT = Path(__file__).parents[2]

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 import kvgraph
+from kvgraph.cli.show import _kernels
 from kvgraph.compiler.frontends.folder import read_json
 from kvgraph.contract.files import as_path, replacing, require_replaceable
 from kvgraph.contract.safetensors import read_layout
@@ -21,7 +22,6 @@ from kvgraph.errors import ArtifactError, ModelError, RequestError
 from kvgraph.kernels.execute import _entries, _read_ptx
 from kvgraph.rebuild.torch_engine import kernels_of
 from kvgraph.runtime.prefix_file import _read
-from kvgraph.show import _kernels
 from tests.support.outputs import another_user
 
 LIMITED = """

@@ -18,11 +18,11 @@ import pytest
 from rich.console import Console
 
 import kvgraph
+from kvgraph.cli.show import show
 from kvgraph.contract.manifest import read_manifest, write_manifest
 from kvgraph.contract.plain import to_json
 from kvgraph.errors import ArtifactError, KVGraphError
 from kvgraph.runtime.artifact import verify
-from kvgraph.show import show
 from tests.support.command_line import run
 
 Compiled = Callable[..., Path]

@@ -11,7 +11,7 @@ import torch
 from kvgraph.errors import KernelError
 from kvgraph.kernels.launch import Launch, LaunchPlan
 from kvgraph.kernels.variants import Variant
-from kvgraph.runtime.cubins import Cubins
+from kvgraph.runtime.sessions.cubins import Cubins
 from kvgraph.runtime.sessions.launches import Operands
 from tests.support.executing_driver import Executor
 

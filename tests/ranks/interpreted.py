@@ -17,7 +17,7 @@ from kvgraph.runtime.artifact import verify
 from kvgraph.runtime.engine import Engine
 from kvgraph.runtime.folder import ArtifactFolder
 from kvgraph.runtime.ranks.launched import launched
-from kvgraph.runtime.ranks.open import follow, open_leader
+from kvgraph.runtime.ranks.sessions import follow, open_leader
 from kvgraph.runtime.sampling import SamplingParams
 from kvgraph.runtime.sessions.base import Session
 from kvgraph.runtime.sessions.cuda import CudaSession

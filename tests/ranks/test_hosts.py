@@ -22,7 +22,7 @@ import kvgraph
 from kvgraph.errors import MissingDependencyError, RankError, UnsupportedError
 from kvgraph.runtime.ranks import connections, hosts
 from kvgraph.runtime.ranks.launched import Launched, launched
-from kvgraph.runtime.ranks.open import open_leader
+from kvgraph.runtime.ranks.sessions import open_leader
 from kvgraph.runtime.ranks.wire import Wire
 from tests.ranks.test_collectives import together
 from tests.ranks.test_gathered import reduced

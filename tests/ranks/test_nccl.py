@@ -45,7 +45,7 @@ def _no_group_stays() -> Iterator[None]:
 
 
 def test_nccls_own_deadline_is_behind_ours(monkeypatch: pytest.MonkeyPatch) -> None:
-    from kvgraph.runtime.ranks.open import COLLECTIVE_TIMEOUT
+    from kvgraph.runtime.ranks.sessions import COLLECTIVE_TIMEOUT
 
     given: dict[str, Any] = {}
     monkeypatch.setattr(nccl, "_register", lambda: None)

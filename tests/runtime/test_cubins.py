@@ -30,7 +30,7 @@ from kvgraph.errors import KVGraphError
 from kvgraph.kernels import launch, variants
 from kvgraph.kernels.launch import Sizes
 from kvgraph.kernels.shapes import AttentionShape, CacheShape, Rope
-from kvgraph.runtime.cubins import Cubins
+from kvgraph.runtime.sessions.cubins import Cubins
 folder = Path(sys.argv[1])
 def said(function, *arguments):
     try:

@@ -13,8 +13,8 @@ import torch
 from kvgraph.errors import MissingDependencyError
 from kvgraph.kernels.launch import LaunchPlan
 from kvgraph.kernels.variants import Variant
-from kvgraph.runtime.cubins import Cubins
 from kvgraph.runtime.sessions import nccl
+from kvgraph.runtime.sessions.cubins import Cubins
 from kvgraph.runtime.sessions.launches import Operands
 from kvgraph.runtime.sessions.uncollected import uncollected
 

@@ -10,7 +10,7 @@ from kvgraph.runtime.scheduler import Request
 
 
 @contextmanager
-def shared(requests: Sequence[Request]) -> Iterator[Callable[[], None]]:
+def report_progress(requests: Sequence[Request]) -> Iterator[Callable[[], None]]:
     """Open a progress task for `requests`; yield the function to call after each step.
 
     A request that ended early counts as whole; one that starts over counts from its start.
@@ -20,18 +20,18 @@ def shared(requests: Sequence[Request]) -> Iterator[Callable[[], None]]:
         yield _nothing
         return
     with task("processing", total, "tokens") as advance:
-        told = 0
+        reported = 0
 
-        def tell() -> None:
-            nonlocal told
+        def update() -> None:
+            nonlocal reported
             done = sum(
                 request.max_length if request.finish_reason else request.context.processed_length
                 for request in requests
             )
-            advance(done - told)
-            told = done
+            advance(done - reported)
+            reported = done
 
-        yield tell
+        yield update
 
 
 def _nothing() -> None:
