@@ -247,7 +247,12 @@ class Scheduler:
         preempted = False
         while True:
             prompts = self._prompt_budget(self.running, budget)
-            rows = _within_budget(self.running, budget, self.scored_tokens, prompts)
+            rows = _cut_to_budget(
+                self.running,
+                tokens=budget,
+                prompt_tokens=prompts,
+                scored_tokens=self.scored_tokens,
+            )
             try:
                 self.kv.alloc_batch([[row.context for row in rows]])
                 return rows, preempted
@@ -334,29 +339,32 @@ def _decodes(row: Request) -> bool:
     return row.context.current_length - row.context.processed_length == 1
 
 
-def _within_budget(
-    running: Iterable[Request], budget: int, room: int, prompts: int
+def _cut_to_budget(
+    running: Iterable[Request], *, tokens: int, prompt_tokens: int, scored_tokens: int
 ) -> list[Request]:
-    """Rows of the step, oldest first. Each active length is cut to the rest of the `budget`, of
-    `prompts` (prompt tokens), and of `room` (prompt tokens with logits)."""
+    """Set the active length of each row, oldest first, and return the rows that run.
+
+    `tokens`: most new tokens of the step. `prompt_tokens`: most of them that are part of a prompt.
+    `scored_tokens`: most of those that get logits.
+    """
     rows = []
     for row in running:
-        if budget <= 0:
+        if tokens <= 0:
             break
         context = row.context
         rest = context.current_length - context.processed_length
         if row.scores is not None and row.scores.is_due(context):
-            if room <= 0:
+            if scored_tokens <= 0:
                 continue
-            rest = min(rest, room)
-            room -= min(rest, budget, prompts)
+            rest = min(rest, scored_tokens)
+            scored_tokens -= min(rest, tokens, prompt_tokens)
         if rest > 1:
-            if prompts <= 0:
+            if prompt_tokens <= 0:
                 continue
-            rest = min(rest, prompts)
-            prompts -= min(rest, budget)
-        context.active_length = active = rest if rest < budget else budget
-        budget -= active
+            rest = min(rest, prompt_tokens)
+            prompt_tokens -= min(rest, tokens)
+        context.active_length = active = rest if rest < tokens else tokens
+        tokens -= active
         rows.append(row)
     return rows
 

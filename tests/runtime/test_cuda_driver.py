@@ -156,11 +156,18 @@ def test_memory_that_cannot_be_freed_is_not_told(
     driver = FakeDriver()
     install(monkeypatch, driver)
     device = CudaDevice()
+    asked: list[int] = []
     for answer in (FULL, GONE):
-        fails(monkeypatch, driver, "cuMemFree", answer)
+
+        def refuse(handle: int, answer: Any = answer) -> Any:
+            asked.append(handle)
+            return answer
+
+        monkeypatch.setattr(driver, "cuMemFree", refuse)
         _free(device, "cuMemFree", 1)
     fails(monkeypatch, driver, "cuCtxPushCurrent", FULL)
     _free(device, "cuMemFree", 1)
+    assert asked == [1, 1]
 
 
 # -- captures

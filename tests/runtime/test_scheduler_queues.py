@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvgraph.runtime.scheduler import _within_budget
+from kvgraph.runtime.scheduler import _cut_to_budget
 from tests.runtime.simulation import Simulation, ids
 
 
@@ -42,5 +42,7 @@ def test_prompts_share_what_a_step_has_for_them(
     simulation = Simulation(60)
     for length in (1, 20, 20):
         simulation.submit(length, 2)
-    rows = _within_budget(simulation.arrivals, budget, 128, prompts)
+    rows = _cut_to_budget(
+        simulation.arrivals, tokens=budget, prompt_tokens=prompts, scored_tokens=128
+    )
     assert {row.request_id: row.context.active_length for row in rows} == lengths
