@@ -1,6 +1,7 @@
-"""compile(): from a model to an artifact, which is run before it is moved to its place.
+"""compile(): make an artifact of a model, and check it before it is moved to its place.
 
-It needs the compiler and the session that runs what was made, so it stands above both.
+It needs the compiler, and the session that runs the artifact for the check; so it stands above
+both.
 """
 
 from __future__ import annotations
@@ -201,7 +202,7 @@ def _write(
 ) -> Manifest:
     """Lower the trace, and write the backend's files and all others into `folder`.
 
-    Of several ranks: rank 0's files, and in `rank1/` and so on what differs from them.
+    With several ranks, `folder` gets rank 0's files; `rank1/` and so on get the files that differ.
     """
     if request.ranks == 1:
         lower = pipeline.bind_lower(request, weights, progress)
@@ -229,7 +230,7 @@ def _write_ranks(
     folder: Path,
     progress: Progress,
 ) -> tuple[Traced, Lowered, list[Collective]]:
-    """The files of every rank; the trace and what was lowered of rank 0, and its collectives."""
+    """Write the files of every rank. Return rank 0's trace, its Lowered and its collectives."""
     from kvgraph.compiler.collectives import collectives_of
 
     lower = pipeline.bind_lower(request, weights, progress)
@@ -260,7 +261,10 @@ def _write_ranks(
 
 @contextmanager
 def _on_host() -> Iterator[None]:
-    """What a model's code makes without a device is in host memory, whatever torch's default is."""
+    """Keep tensors that model code makes without a device in host memory, whatever torch's default.
+
+    Does nothing if torch is not imported yet.
+    """
     torch = sys.modules.get("torch")
     if torch is None or torch.get_default_device().type == "cpu":
         yield
@@ -276,10 +280,11 @@ def _optional_whole(name: str, value: int | None) -> int | None:
 def run_artifact(
     folder: Path, rows: Sequence[npt.NDArray[np.int32]], chunk: Chunk
 ) -> list[npt.NDArray[np.float32]]:
-    """Logits of every token of each row, `[len(row), vocab]`: all rows together, in the session of
-    the artifact's backend, at most `chunk` new tokens of each, or of all, in a step.
+    """Logits of every token, one `[len(row), vocab]` array for each row.
 
-    A padded cache takes one row after the other.
+    All rows run together in the session of the artifact's backend. `chunk`: most new tokens of a
+    row in a step, one number for all rows or one for each. A padded cache takes one row after the
+    other.
     """
     from kvgraph.contract.manifest import read_manifest
     from kvgraph.kv.forward import all_logits, chunks_of
@@ -289,7 +294,7 @@ def run_artifact(
     artifact = Artifact(folder, read_manifest(folder))
     params = artifact.params()
     pages = None
-    if params.cache_strategy is KVCacheStrategy.PAGED:  # memory only where tokens are written
+    if params.cache_strategy is KVCacheStrategy.PAGED:  # just enough pages
         pages = sum(ceildiv(len(row), params.page_size) for row in rows)
     found: list[npt.NDArray[np.float32]] = []
     with Engine(

@@ -1,4 +1,4 @@
-"""The ops for a plain `torch.onnx.export` and a plain ONNX Runtime session.
+"""kvgraph's ops for a plain `torch.onnx.export` and a plain ONNX Runtime session.
 
     program = torch.export.export(module, args, dynamic_shapes=shapes)
     torch.onnx.export(
@@ -11,8 +11,8 @@
     options = onnxruntime.SessionOptions()
     options.register_custom_ops_library(kvgraph.onnx.library_path())
 
-A pool is an input and an output of the graph: bind one buffer to both (`IOBinding`), since the ops
-write in place and refuse two. Frameworks are imported by the function that needs them.
+A pool is an input and an output of the graph. Bind one buffer to both (`IOBinding`): the ops write
+in place and refuse two buffers. Frameworks are imported by the functions that need them.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ __all__ = ["library_path", "lower_caches", "register_schemas", "translation_tabl
 
 
 def lower_caches(program: ExportedProgram) -> ExportedProgram:
-    """`program` with its cache ops in the form that ONNX graphs carry; `program` is not changed.
+    """A copy of `program` with its cache ops in the form of ONNX graphs; `program` is not changed.
 
-    Each `store_kv` and the `paged_attention` behind it become an `update_and_attend` that takes
-    the pool and hands it on. Pools `[num_page_slots, 2, L, S, K, D]`, and their `kv_scales`, become
-    outputs behind the program's own, in the order of the inputs. Tensors of indices become int64,
-    as ONNX asks. `program` comes from `torch.export.export`, without decompositions.
-    Writes in place into values of its own become new values.
-    UnsupportedError: it has no cache ops, a store without its attention or the other way round, a
-    pool that is not one of its inputs or that another operator uses, or it changes another input or
-    a tensor of the module.
+    `program` comes from `torch.export.export`, without decompositions. Each `store_kv` and the
+    `paged_attention` after it become an `update_and_attend` that takes the pool and returns it.
+    Pools `[num_page_slots, 2, L, S, K, D]`, and their `kv_scales`, become outputs after the
+    program's own, in the order of the inputs. Index tensors become int64, as ONNX requires.
+    In-place writes into the program's own values become new values.
+    UnsupportedError: the program has no cache ops, or a store without its attention or the other
+    way round; a pool is no input, or another operator uses it; or the program changes another input
+    or a tensor of the module.
     """
     from kvgraph.compiler.lower_caches import lower_caches
 
@@ -44,9 +44,9 @@ def lower_caches(program: ExportedProgram) -> ExportedProgram:
 
 
 def translation_table() -> dict[Callable[..., object], Callable[..., object]]:
-    """`custom_translation_table` of `torch.onnx.export` for what `lower_caches` returns.
+    """The `custom_translation_table` of `torch.onnx.export` for programs from `lower_caches`.
 
-    Registers the schemas too, which the exporter asks for.
+    It also registers the schemas, which the exporter needs.
     """
     from kvgraph.ops.onnx_ops import translation_table
 
@@ -54,17 +54,17 @@ def translation_table() -> dict[Callable[..., object], Callable[..., object]]:
 
 
 def register_schemas() -> None:
-    """Make the ops known to onnx's checker and shape inference; more than once is harmless."""
+    """Register the ops with onnx's checker and shape inference; repeated calls are harmless."""
     from kvgraph.ops.onnx_ops import register_schemas
 
     register_schemas()
 
 
 def library_path() -> str:
-    """What `SessionOptions.register_custom_ops_library` loads: the ops for ONNX Runtime on a CPU.
+    """Path of the library for `SessionOptions.register_custom_ops_library`: kvgraph's CPU ops.
 
-    KernelError where the package was installed without its native libraries, DeviceError where this
-    processor cannot run them.
+    KernelError: the package was installed without its native libraries. DeviceError: this processor
+    cannot run them.
     """
     from kvgraph.ops.native import library_path
 

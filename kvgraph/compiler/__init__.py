@@ -1,1 +1,1 @@
-"""From a checkpoint to an artifact; never imports the runtime."""
+"""Compile a checkpoint to an artifact. Nothing here imports the runtime."""

@@ -1,8 +1,8 @@
-"""Which cache a model needs: layers that store alike share a leaf.
+"""Plan the cache of a model: layers that store alike share a leaf.
 
 Decision: layers are grouped by what their attention stores and sees (kv heads, head sizes,
-window). One group is a single cache; several are a tree, so that sliding layers hold only their
-window's pages while full layers keep everything.
+window). One group is a single cache. Several groups are a tree, so that sliding layers hold only
+their window's pages while full layers keep everything.
 """
 
 from __future__ import annotations
@@ -25,32 +25,33 @@ from kvgraph.errors import UnsupportedError
 
 @dataclass(frozen=True)
 class LayerNeed:
-    """What the attention of one layer stores, and how far back it looks (None: everything)."""
+    """The cache need of one layer: its heads, and its window in tokens (None: no window)."""
 
     n_kv_heads: int
     head_dim: int
     v_head_dim: int
     window_size: int | None = None
     reads: int | None = None
-    """The layer before it whose keys and values it reads: it stores none of its own."""
+    """Index of the earlier layer whose keys and values this layer reads; None: it stores its own.
+    """
 
 
 @dataclass(frozen=True)
 class CachePlan:
-    """The cache's parameters, and where each model layer's part of it is."""
+    """The cache's parameters, and for each model layer its leaf and its index in that leaf."""
 
     params: KVCacheParams | MultiKVCacheParams
     layers: tuple[LayerRef, ...]
 
     @classmethod
     def of(cls, params: KVCacheParams | MultiKVCacheParams) -> CachePlan:
-        """The plan of given parameters: model layers in the order of the leaves."""
+        """The plan for given parameters; model layers fill the leaves in their order."""
         refs = (LayerRef(p, i) for p, leaf in params.leaves.items() for i in range(leaf.num_layers))
         return cls(params, tuple(refs))
 
     @property
     def strategy(self) -> KVCacheStrategy:
-        """Paged, continuous or padded; equal in all leaves."""
+        """The cache strategy (paged, continuous or padded), which is equal in all leaves."""
         return next(iter(self.params.leaves.values())).cache_strategy
 
     @property
@@ -62,8 +63,8 @@ class CachePlan:
 def require_target(
     params: KVCacheParams | MultiKVCacheParams, target: Target, ranks: int = 1
 ) -> None:
-    """UnsupportedError unless graphs for `ranks` devices of `target` can be bound on the devices of
-    `params`."""
+    """Raise UnsupportedError unless graphs for `ranks` devices of `target` can be bound on the
+    devices of `params`."""
     if not isinstance(params, KVCacheParams | MultiKVCacheParams):
         raise UnsupportedError(f"params: expected KVCacheParams, got {type(params).__name__}")
     for leaf in params.leaves.values():
@@ -81,8 +82,10 @@ def require_target(
 
 
 def require_heads(architecture: str, layers: Sequence[LayerNeed], ranks: int) -> None:
-    """UnsupportedError unless each of `ranks` gets as many kv heads of each layer: a share of them,
-    or where there are fewer a copy of one."""
+    """Raise UnsupportedError unless the kv heads of each layer divide evenly among `ranks`.
+
+    A rank gets an equal share of the heads or, if there are more ranks than heads, a copy of one.
+    """
     for need in layers:
         if need.n_kv_heads % ranks and ranks % need.n_kv_heads:
             raise UnsupportedError(
@@ -94,7 +97,10 @@ def require_heads(architecture: str, layers: Sequence[LayerNeed], ranks: int) ->
 def of_one_replica(
     params: KVCacheParams | MultiKVCacheParams, kind: str, ranks: int = 1
 ) -> KVCacheParams | MultiKVCacheParams:
-    """The cache of one replica on devices 0 to `ranks` - 1, whatever the deployment's are."""
+    """The same cache for one replica on devices 0 to `ranks` - 1 of `kind`.
+
+    Devices and data-parallel degree of the deployment are left out.
+    """
     if isinstance(params, MultiKVCacheParams):
         children = {name: of_one_replica(child, kind, ranks) for name, child in params.children}
         return MultiKVCacheParams.from_params(children)
@@ -106,7 +112,10 @@ def of_one_replica(
 
 
 def pool_types(dtype: str, cache_dtype: str | None) -> tuple[str, KVCacheQuantization | None]:
-    """`dtype` and `quantization` of a cache stored as `cache_dtype` (None: as activations are)."""
+    """The `dtype` and `quantization` fields of a cache that stores `cache_dtype`.
+
+    `dtype`: type of activations, and of the cache if `cache_dtype` is None.
+    """
     if cache_dtype in QUANTIZED:
         return dtype, KVCacheQuantization(cache_dtype)  # type: ignore[arg-type]
     return cache_dtype or dtype, None
@@ -121,10 +130,10 @@ def plan_cache(
     devices: Sequence[Device],
     strategy: KVCacheStrategy = KVCacheStrategy.PAGED,
 ) -> CachePlan:
-    """Group `layers` into leaves. The pool's type is `dtype`, or the quantised one.
+    """Group `layers` into leaves. The pool's type is `dtype`, or that of `quantization` if given.
 
-    A continuous or padded cache keeps whole sequences, so windows make no groups there;
-    UnsupportedError where heads do.
+    A continuous or padded cache keeps whole sequences, so layers that differ only in their window
+    share a leaf there. UnsupportedError if their heads differ.
     """
     if strategy is not KVCacheStrategy.PAGED:
         layers = [replace(layer, window_size=None) for layer in layers]
@@ -165,9 +174,12 @@ def plan_cache(
 
 
 def _of_head(quantization: KVCacheQuantization, layer: LayerNeed) -> KVCacheQuantization:
-    """With as few scales as the kernels take: one for a head of up to `granularity` elements, whose
-    V is as wide; else blocks of a divisor of it that divides K and V. UnsupportedError where only
-    blocks do that are so small that the pool would be larger than in 16 bits."""
+    """`quantization` with the fewest scales that the kernels take for the heads of `layer`.
+
+    A head of up to `granularity` elements has one scale if K and V are equally wide. Other heads
+    have one for each block: the largest that divides `granularity`, K and V. UnsupportedError if
+    that block is so small that the pool would be larger than in 16 bits.
+    """
     most, width = quantization.granularity, layer.head_dim
     if width <= most and layer.v_head_dim == width:
         return quantization
@@ -181,17 +193,18 @@ def _of_head(quantization: KVCacheQuantization, layer: LayerNeed) -> KVCacheQuan
 
 
 LEAST_BLOCK = 8
-"""Elements that share a scale of 4 bytes."""
+"""Fewest elements that may share a scale of 4 bytes."""
 
 
 def as_paged(plan: CachePlan) -> CachePlan:
-    """The same layers over pages. The plan is of a single cache, as padded ones are."""
+    """The same plan with a paged cache. `plan` must have a single leaf, as padded caches do."""
     (leaf,) = plan.params.leaves.values()
     return replace(plan, params=replace(leaf, cache_strategy=KVCacheStrategy.PAGED))
 
 
 def _leaf_names(groups: Sequence[LayerNeed]) -> dict[LayerNeed, str]:
-    """Names by kind, "full" and "sliding", where they differ in it; numbered where they do not."""
+    """Leaf names: "full" or "sliding", numbered if several groups are of that kind; "" if there is
+    one group in all."""
     if len(groups) == 1:
         return {groups[0]: ""}
     kinds = ["full" if group.window_size is None else "sliding" for group in groups]

@@ -1,7 +1,8 @@
-"""A checkpoint's values, in pieces: never all at once.
+"""A checkpoint's values, read in pieces and never all at once.
 
-Decision: the library checks a shard's header, and plain reads get the values: its torch tensors
-are views of a private mapping of the whole shard, which a machine with less memory refuses.
+Decision: the safetensors library checks a shard's header; plain file reads get the values. The
+library's torch tensors are views of a private mapping of the whole shard, which fails on a machine
+with less memory.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from kvgraph.compiler.values import Cast, Cut, Share, Values
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """Where the values of a module's fake parameters are, by the module's own names."""
+    """Sources of the values of a module's fake parameters, by the module's own names."""
 
     values: Mapping[str, Values]
 
@@ -25,20 +26,21 @@ class Checkpoint:
         return name in self.values
 
     def renamed(self, prefix: str) -> Checkpoint:
-        """For a module that holds this one under `prefix`."""
+        """The checkpoint of a module that holds this one's module under `prefix`."""
         return Checkpoint({prefix + name: each for name, each in self.values.items()})
 
     def cut(self, shares: Mapping[str, Share]) -> Checkpoint:
-        """For a rank that has these shares of the parameters."""
+        """The checkpoint of a rank that has these shares of the parameters; others stay whole."""
         own = {name: Cut(self.values[name], share) for name, share in shares.items()}
         return Checkpoint({**self.values, **own})
 
     def get(self, name: str, dtype: torch.dtype) -> Values:
-        """The tensor in `dtype`: ModelError, as it is read, for a number that is not finite."""
+        """The source of parameter `name` in `dtype`. A number that is not finite raises ModelError
+        when it is read."""
         return Cast(self.values[name], dtype)
 
     def read(self, name: str, dtype: torch.dtype) -> torch.Tensor:
-        """The whole tensor in `dtype`."""
+        """The whole tensor `name` in `dtype`. ModelError for a number that is not finite."""
         source = self.get(name, dtype)
         out = torch.empty((source.count, *source.shape[1:]), dtype=dtype)
         filled = 0
@@ -48,13 +50,13 @@ class Checkpoint:
         return out.reshape(source.shape)
 
     def fill_buffers(self, module: nn.Module) -> None:
-        """Give the module's buffers, which are small and real, those values that are stored."""
+        """Copy stored values into the module's buffers, which are small and not fake."""
         for name, buffer in module.named_buffers():
             if self.has(name):
                 buffer.copy_(self.read(name, buffer.dtype))
 
     def fill(self, module: nn.Module) -> None:
-        """Give the module's parameters their values."""
+        """Replace the module's fake parameters by real ones; shared parameters stay shared."""
         made: dict[torch.Tensor, nn.Parameter] = {}
         for path, part in module.named_modules():
             for own, fake in part._parameters.items():

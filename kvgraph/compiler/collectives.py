@@ -1,4 +1,4 @@
-"""Which collectives a program of several ranks calls, and of how many bytes."""
+"""List the collectives that one rank's program calls, with their bytes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ OPS = {torch_ops.all_reduce.default: "all_reduce", torch_ops.all_gather.default:
 
 
 def collectives_of(traced: Traced) -> list[Collective]:
-    """Those of the program as it was traced, in the order of their first calls."""
+    """Collectives of the program as it was traced, equal ones counted together, in the order of
+    their first calls."""
     tokens = next(n for n in traced.graph.nodes if n.name == _tokens(traced))
     found: Counter[tuple[str, str, int]] = Counter()
     for node in traced.graph.nodes:
@@ -28,5 +29,5 @@ def collectives_of(traced: Traced) -> list[Collective]:
 
 
 def _tokens(traced: Traced) -> str:
-    """The name of the first input: the step's token ids."""
+    """The name of the program's first input, which is the step's token ids."""
     return str(traced.program.graph_signature.user_inputs[0])

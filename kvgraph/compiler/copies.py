@@ -1,4 +1,7 @@
-"""Copies over a value, as ONNX needs them: torch's exporter makes a cast of one, no broadcast."""
+"""Replace copies over a value by a cast and an expansion, for ONNX.
+
+torch's exporter makes only a cast of a copy, and leaves out the broadcast.
+"""
 
 from __future__ import annotations
 
@@ -10,11 +13,12 @@ from kvgraph.compiler.passes.operands import add_call, any_node, cast, typed, va
 
 aten = torch.ops.aten
 COPIES = (aten.copy.default, aten.fill.Tensor)
-"""Of the second operand over the first; `without_writes` makes them of writes in place."""
+"""Operators that copy the second operand over the first. `without_writes` makes them of in-place
+writes."""
 
 
 def expand_copies(graph: Graph) -> None:
-    """What is copied over another value becomes a cast and an expansion, in place in `graph`."""
+    """Replace each copy in `graph` by a cast and an expansion of the copied value."""
     for node in list(graph.nodes):
         if node.target not in COPIES:
             continue
@@ -30,7 +34,8 @@ def expand_copies(graph: Graph) -> None:
 
 
 def _extents(node: Node) -> list[Argument]:
-    """At the graph's point of insertion."""
+    """Extents of the node's value; nodes for symbolic ones are added at the graph's insertion
+    point."""
     return [
         extent if isinstance(extent, int) else add_call(node.graph, aten.sym_size.int, node, dim)
         for dim, extent in enumerate(value(node).shape)

@@ -1,4 +1,4 @@
-"""What a plan knows of a model: its caches, and the sizes of its weights."""
+"""A model as `kvgraph plan` sees it: what its layers cache, and the sizes of its weights."""
 
 from __future__ import annotations
 
@@ -18,10 +18,11 @@ from kvgraph.ops.packed import Form
 
 @dataclass(frozen=True, order=True)
 class Linear:
-    """A linear layer; `is_tied` where its weight is an embedding table's, `is_head` where its
-    outputs are logits, `is_plain` where a checkpoint in fewer bits leaves it as it was.
+    """The shape and role of a linear layer.
 
-    `name`: of its module, where that is known.
+    `is_tied`: its weight is the embedding table's. `is_head`: its outputs are logits.
+    `is_plain`: a quantised checkpoint stores it unquantised.
+    `name`: name of its module, if known.
     """
 
     out_features: int
@@ -35,8 +36,8 @@ class Linear:
 
 @dataclass(frozen=True, order=True)
 class Experts:
-    """A layer of `count` gated experts, of which a token takes `active`; each of `ranks` holds its
-    share of them."""
+    """A layer of `count` gated experts. A token uses `active` of them; each of `ranks` holds an
+    equal share."""
 
     count: int
     active: int
@@ -53,7 +54,7 @@ class Experts:
 
     @property
     def parts(self) -> tuple[Linear, Linear, Linear]:
-        """Gate, up and down of one expert."""
+        """The gate, up and down projections of one expert."""
         wide, narrow = self.in_features, self.inner_features
         up = Linear(narrow, wide, self.has_bias)
         return up, up, Linear(wide, narrow, self.has_bias)
@@ -67,10 +68,10 @@ class Experts:
 class Described:
     """A checkpoint as its configuration and the shapes of its weights describe it.
 
-    `widest`: values of a token that the widest layer makes, the head not counted.
-    `table_elements` are those of embedding tables, `other_elements` of all parameters that are no
-    table, not of a linear layer and not of experts that have a kernel on CPUs. `rotary_dims`: of
-    each rotary embedding that a table by position can hold.
+    `widest`: values per token that the widest linear layer makes, the head not counted.
+    `table_elements`: elements of embedding tables. `other_elements`: elements of all parameters
+    outside tables, linear layers and experts that have a CPU kernel.
+    `rotary_dims`: dims of each rotary embedding that a table by position can hold.
     """
 
     architecture: str
@@ -85,27 +86,28 @@ class Described:
     rotary_dims: tuple[int, ...]
     experts: tuple[Experts, ...] = ()
     stored: StoredForms | None = None
-    """Where weights may be kept as they are stored."""
+    """Forms in which the checkpoint stores its weights, if they are kept so; None: not known."""
     notes: tuple[str, ...] = ()
-    """What a plan tells of it."""
+    """Sentences about the model that a plan prints."""
     most_seq_len: int = 0
-    """That may be asked for, where that is more than `max_seq_len`."""
+    """Longest context, in tokens, that the user may ask for, if it is above `max_seq_len`."""
 
     @property
     def parameters(self) -> int:
-        """All of them, those of a tied table once."""
+        """Number of parameters; a tied table counts once."""
         own = sum(_elements(linear) for linear in self.linears if not linear.is_tied)
         mixtures = sum(each.elements for each in self.experts)
         return own + self.table_elements + self.other_elements + mixtures
 
     @property
     def active_parameters(self) -> int:
-        """Those that work on a token: of experts, those that it takes."""
+        """Number of parameters that compute one token: of experts, only those that it uses."""
         idle = (each.elements * (each.count - each.active) // each.count for each in self.experts)
         return self.parameters - sum(idle)
 
     def mixtures(self, dtype: str, bits: int | None, on_cpu: bool) -> list[Mixture]:
-        """What an artifact says of its experts, layers of one kind together."""
+        """Records of expert layers, as an artifact's manifest has them; layers of one kind are one
+        record."""
         return joined(
             Mixture(
                 layers=1,
@@ -118,7 +120,7 @@ class Described:
         )
 
     def _form_of_experts(self, experts: Experts, bits: int | None) -> Form | None:
-        """None: the activations' dtype."""
+        """The form in which experts are packed; None: plain, in the activations' dtype."""
         if bits == AS_STORED:
             assert self.stored is not None
             return PLAIN if experts.is_plain else self.stored.experts
@@ -133,8 +135,10 @@ class Described:
         return self.stored.head if linear.is_head else self.stored.linears
 
     def kept_as(self, forms: StoredForms, linears: Rule, experts: Rule) -> Described:
-        """With the forms in which a checkpoint in fewer bits stores it, and what it leaves plain by
-        its name."""
+        """The same model with the forms in which a quantised checkpoint stores it.
+
+        `linears`, `experts`: whether a layer of that name is stored unquantised.
+        """
         return replace(
             self,
             stored=forms,
@@ -143,11 +147,13 @@ class Described:
         )
 
     def weight_bytes(self, dtype: str, bits: int | None, on_cpu: bool = False) -> int:
-        """With rotary tables: of `dtype`, or with linear layers packed and, on a CPU, tables in
-        bfloat16.
+        """Bytes of all weights, rotary tables included.
 
-        `on_cpu`: experts are packed whatever `bits` are, in float32 where these are None. Packed,
-        a router that is a linear layer counts as one; it keeps its few bytes (linears.py).
+        `bits`: bits of packed linear layers; None: all weights are of `dtype`. Packed weights on a
+        CPU have embedding tables in bfloat16.
+        `on_cpu`: float32 experts are packed even if `bits` is None, as float32 then.
+        A router that is a linear layer is counted as packed too. In fact it is not (linears.py),
+        but its bytes are few.
         """
         table = self.table_elements * itemsize("bfloat16" if bits is not None and on_cpu else dtype)
         mixtures = sum(mixture.bytes for mixture in self.mixtures(dtype, bits, on_cpu))
@@ -155,7 +161,7 @@ class Described:
         return own + table + mixtures + self._other_bytes(dtype) + sum(self._rotary_tables())
 
     def read_bytes(self, dtype: str, bits: int | None, on_cpu: bool, rows: int) -> int:
-        """Bytes of weights that a step of `rows` rows reads: of tables, one that is the head."""
+        """Bytes of weights that a step of `rows` rows reads. Of tables, only a tied head counts."""
         mixtures = sum(mixture.read(rows) for mixture in self.mixtures(dtype, bits, on_cpu))
         return self._linear_bytes(dtype, bits, on_cpu) + mixtures + self._other_bytes(dtype)
 
@@ -195,7 +201,8 @@ def _expert_bytes(experts: Experts, dtype: str, form: Form | None, on_cpu: bool)
 
 
 def _gpu_bytes(linear: Linear, form: Form, dtype: str, *, is_expert: bool = False) -> int:
-    """Numbers, what groups have, and a bias in `dtype` (ops/matrices.py)."""
+    """Bytes of a linear layer in the GPU kernels' layout (ops/matrices.py): quantised numbers, data
+    of each group, and a bias in `dtype`."""
     if form.bits == PLAIN.bits:
         return _elements(linear) * itemsize(dtype)
     inputs = linear.in_features

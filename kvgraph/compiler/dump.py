@@ -1,4 +1,4 @@
-"""The graph after each pass as text, one numbered file each: `compile --dump-passes DIR`."""
+"""Write the graph after each pass as a numbered text file: `compile --dump-passes DIR`."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ class PassDump:
     """
 
     def __init__(self, folder: Path, out: Path) -> None:
-        """RequestError unless `folder` is free, or holds nothing but dumps, and is apart from the
-        artifact at `out`."""
+        """Raise RequestError unless `folder` is new or holds only dumps, and neither `folder` nor
+        the artifact `out` contains the other."""
         self._folder = folder
         self._count = 0
         _require_apart(folder, out)
@@ -54,7 +54,7 @@ def _require_apart(folder: Path, out: Path) -> None:
 
 
 def _require_ours(folder: Path) -> list[Path]:
-    """The dumps in `folder`. RequestError where it cannot be made or written, or holds more."""
+    """The dumps in `folder`. RequestError if it cannot be made or written, or holds other files."""
     kind = kind_of(folder)
     if kind not in (None, "a folder"):
         raise RequestError(f"{folder}: expected a folder for dumps of passes, got {kind} (kept)")
@@ -73,7 +73,7 @@ def _require_ours(folder: Path) -> list[Path]:
 
 
 def _is_dump(path: Path) -> bool:
-    """Whether a compile wrote `path`, or began to."""
+    """Whether `path` is a dump that a compile wrote, or a partial file of one."""
     if kind_of(path) != "a file":
         return False
     with open_regular(path) as file:
@@ -81,7 +81,7 @@ def _is_dump(path: Path) -> bool:
 
 
 def _lines(traced: Traced) -> Iterator[str]:
-    """The newest form of the graph: ONNX where a backend made that of the program."""
+    """Lines of the graph in its newest form: ONNX once a backend has made it, else the program."""
     if traced.onnx_proto is not None:
         import onnx_ir
 
@@ -92,7 +92,7 @@ def _lines(traced: Traced) -> Iterator[str]:
 
 
 def _program_lines(graph: Graph) -> Iterator[str]:
-    """`name: type = target(arguments)`; inputs and weights have no target."""
+    """One line a node, `name: type = target(arguments)`; inputs and weights have no target."""
     for node in graph.nodes:
         if node.op == "output":
             yield f"return {node.args[0]}"
@@ -104,7 +104,7 @@ def _program_lines(graph: Graph) -> Iterator[str]:
 
 
 def _type(value: Any) -> str:
-    """dtype and dims of a tensor, of each in a list."""
+    """Text for a value's type: `dtype[dims]` of a tensor, or of each tensor in a list."""
     if isinstance(value, list | tuple):
         return f"({', '.join(map(_type, value))})"
     if not hasattr(value, "dtype"):

@@ -1,4 +1,4 @@
-"""What an artifact's folder holds besides the backend's files; its manifest is written last."""
+"""Write all of an artifact besides the backend's files; the manifest comes last."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 def hash_all(folder: Path) -> dict[str, FileEntry]:
-    """Entries of every file in a folder but the log of its making, which differs each time."""
+    """Manifest entries of every file in `folder`, except the build log, which differs each time."""
     return hash_files(folder, [name for name in _files(folder) if name != BUILD_LOG_NAME])
 
 
@@ -40,8 +40,8 @@ def _files(folder: Path) -> list[str]:
 
 
 def drop_shared(place: Path, folder: Path) -> list[str]:
-    """Remove from `place`, in `folder`, the log and the files that `folder` itself has with the
-    same bytes; the names of the others from `folder` on."""
+    """Remove from `place`, a subfolder of `folder`, the build log and each file that `folder` has
+    with the same bytes. Return the names of the rest, relative to `folder`."""
     kept = []
     for path in sorted(place.iterdir()):
         if path.name == BUILD_LOG_NAME or filecmp.cmp(path, folder / path.name, shallow=False):
@@ -62,7 +62,7 @@ def emit(
     weights: str,
     notes: list[str],
 ) -> Manifest:
-    """Copy the model's travelling files, hash everything, write the manifest."""
+    """Copy the model's extra files (tokenizer and the like), hash all files, write the manifest."""
     model, signature = traced.model, traced.signature
     for name, source in model.files.items():
         copy = folder / name
@@ -107,9 +107,9 @@ def emit(
 
 
 def _model_identity(traced: Traced, files: Mapping[str, FileEntry]) -> str:
-    """Of everything that decides a page's content besides its layout: the program and the weights.
+    """SHA-256, as hex, of program and weights: all that decides a page's content but its layout.
 
-    Equal in every process, pool and rank that runs the artifact.
+    It is equal in every process, pool and rank that runs the artifact.
     """
     weights = [name for name in sorted(files) if name.endswith(WEIGHTS_NAME)]
     chunks = [chunk for name in weights for chunk in files[name].chunks]

@@ -1,11 +1,11 @@
-"""Signature -> torch.export: one program for every batch, length and pool size.
+"""Export a model with torch.export: one program for every batch, length and pool size.
 
 Decision: a module is exported with torch's own settings first. They take ordinary module code
-(`.contiguous()` on a slice), and may decide that a dim is not 1; such a program says so in its
-guards and is exported again with `symbolic_batch`. That leaves torch's own questions open, and
-answers those of a module, such as `x.shape[0] > 1`, without a guard. Where it fails (a module that
-has both), the first program is taken without its guards, if a step of one token gives what the
-module gives. `require_one_token` asks that of every program of a module of one's own.
+(`.contiguous()` on a slice), but may decide that a dim is not 1. The guards of such a program say
+so, and it is exported again with `symbolic_batch`. That keeps the dim open for torch's own code,
+and takes one branch of a module's `x.shape[0] > 1` without a guard. If the second export fails (a
+module that has both), the first program is taken without its guards, provided that a step of one
+token gives the module's logits. `require_one_token` tests this for every user's own module.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from kvgraph.ops import torch_ops
 from kvgraph.progress import task
 
 NAMES = {"wrap_with_autocast": "torch.autocast", "cond": "torch.cond"}
-"""Of what torch's own names say less."""
+"""Public names for operators that torch names otherwise, for error messages."""
 
 REPORTING = ("torch.fx.experimental.symbolic_shapes", "torch._subclasses.fake_tensor")
 
@@ -46,7 +46,7 @@ REPORTING = ("torch.fx.experimental.symbolic_shapes", "torch._subclasses.fake_te
 def symbolic_batch() -> Iterator[None]:
     """Keep a dim of extent 1 symbolic, and torch's own deprecation warnings quiet.
 
-    A program that was traced at batch 3 may else fail at batch 1 (torch 2.13).
+    Without it, a program that was traced at batch 3 may fail at batch 1 (torch 2.13).
     """
     from torch.fx.experimental import _config
 
@@ -57,8 +57,8 @@ def symbolic_batch() -> Iterator[None]:
 
 @contextlib.contextmanager
 def stack_traces(wanted: bool) -> Iterator[None]:
-    """Whether a new node says which lines called it: a quarter of the time that it takes to trace
-    a model."""
+    """Set whether new nodes record the source lines that called them. Recording takes a quarter of
+    the time of a trace."""
     from torch.fx import config
 
     before = config.do_not_emit_stack_traces
@@ -71,7 +71,7 @@ def stack_traces(wanted: bool) -> Iterator[None]:
 
 @contextlib.contextmanager
 def lowering() -> Iterator[None]:
-    """What a program needs to be lowered: `symbolic_batch`, and no more stack traces."""
+    """Settings for lowering a program: `symbolic_batch`, and no stack traces for new nodes."""
     with symbolic_batch(), stack_traces(False):
         yield
 
@@ -80,10 +80,10 @@ def export(model: Model, signature: GraphSignature, *, return_buffers: bool) -> 
     """Export `model` over `signature`, every symbolic dim dynamic and at least 1.
 
     The example inputs are fake: no KV memory is allocated, whatever the pool's size. With
-    `return_buffers` the mutated buffers are outputs behind the logits (functional backends).
+    `return_buffers` the mutated buffers are outputs after the logits (functional backends).
     Logits in another floating type become float32.
-    UnsupportedError: torch.export cannot trace the model with dynamic dims; with the line of the
-    module at which it refused.
+    UnsupportedError: torch.export cannot trace the model with dynamic dims. The message has the
+    line of the module at which it failed.
     """
     buffers = [i for i, s in enumerate(signature.inputs) if s.kind == "buffer"]
     with _positional(model.module, buffers if return_buffers else []), torch.no_grad():
@@ -94,7 +94,7 @@ def export(model: Model, signature: GraphSignature, *, return_buffers: bool) -> 
 
 
 def _trace(model: Model, signature: GraphSignature) -> ExportedProgram:
-    """See the decision above. UnsupportedError where no program fits all extents."""
+    """Export as the decision above says. UnsupportedError if no program fits all extents."""
     refused: list[Exception] = []
     guarded: list[ExportedProgram] = []
     for settings in (quiet_warnings, symbolic_batch):
@@ -120,15 +120,14 @@ def _trace(model: Model, signature: GraphSignature) -> ExportedProgram:
 
 def _export(module: nn.Module, signature: GraphSignature) -> ExportedProgram:
     examples, shapes = signature.to_torch_export()
-    reports = contextlib.redirect_stderr(io.StringIO())  # of a trace that fails
+    reports = contextlib.redirect_stderr(io.StringIO())  # torch prints when a trace fails
     with _restored(module), quiet_loggers(*REPORTING), reports:
         return torch.export.export(module, examples, dynamic_shapes=(shapes,), strict=False)
 
 
 @contextlib.contextmanager
 def _restored(module: nn.Module) -> Iterator[None]:
-    """Attributes and buffers that a trace sets, and lists and the like that it adds to, are as
-    before: its values are fake."""
+    """Restore attributes, buffers and containers of `module` after a trace with fake values."""
     before = [(part, dict(vars(part)), dict(part._buffers)) for part in module.modules()]
     held = [
         (value, type(value)(value))
@@ -157,16 +156,20 @@ def _admits_ones(program: ExportedProgram, signature: GraphSignature) -> bool:
 
 
 def require_one_token(model: Model, program: ExportedProgram, signature: GraphSignature) -> None:
-    """UnsupportedError where `model`, a module of one's own that changes nothing but the cache,
-    gives other logits for one token of one row than its program: a trace takes one branch of
-    `if x.shape[0] > 1`, and steps of one token would get that too."""
+    """Raise UnsupportedError if `program` and its module differ on a step of one token.
+
+    `model`: a user's own module that changes nothing but the cache. A trace takes one branch of
+    `if x.shape[0] > 1`, and steps of one token would take that branch too.
+    """
     if _at_ones(program, model, signature) is False:
         raise refusal(model, [], lambda: _export(model.module, signature))
 
 
 def _at_ones(program: ExportedProgram, model: Model, signature: GraphSignature) -> bool | None:
-    """Whether program and module give the same logits for one token of one row. None: one of them
-    runs on more rows only, or the module has no values."""
+    """Whether program and module give the same logits for one token of one row.
+
+    None: one of them fails on one token, or the module has no values to compare with.
+    """
     from kvgraph.compiler.check.interpret import ProgramRun
     from kvgraph.compiler.check.streamed import streamed_of
     from kvgraph.compiler.weights import Weights
@@ -191,7 +194,7 @@ def _at_ones(program: ExportedProgram, model: Model, signature: GraphSignature) 
 
 
 def _one_token(signature: GraphSignature, token: int) -> list[torch.Tensor]:
-    """Inputs of a step over an empty cache; fields that are left out here are zeros."""
+    """Inputs of a step of one token over an empty cache. Fields that are not set here are zeros."""
     values = {"tokens": [token], "input_row_offsets": [0, 1], "max_lengths": [[1, 1]]}
     made = []
     for symbol in signature.inputs:
@@ -203,14 +206,16 @@ def _one_token(signature: GraphSignature, token: int) -> list[torch.Tensor]:
 
 
 def _ones(signature: GraphSignature) -> dict[str, int]:
-    """An extent of 1 for each dim; a pool has two pages, of which the last is the null page."""
+    """Extents by dim: 1 for each, but 2 pages for a pool, because the last one is the null page."""
     dims = {dim for symbol in signature.inputs for dim in symbol.symbolic_dims}
     return {dim: 2 if dim.endswith((NUM_PAGE_SLOTS, NUM_SLOTS)) else 1 for dim in dims}
 
 
 def _require_operators(model: Model, program: ExportedProgram) -> None:
-    """UnsupportedError for a part of a program that is run under conditions, as passes and backends
-    follow operators, one after the other; and for random numbers."""
+    """Raise UnsupportedError for random numbers, and for higher-order operators such as torch.cond.
+
+    Passes and backends expect operators that run one after the other.
+    """
     for node in program.graph.nodes:
         if _draws(node):
             raise UnsupportedError(
@@ -218,7 +223,7 @@ def _require_operators(model: Model, program: ExportedProgram) -> None:
                 f"numbers, got {node.target}; compute without it"
             )
         is_part = isinstance(node.target, HigherOrderOperator)
-        if is_part and node.target is not auto_functionalized_v2:  # a write, without one in place
+        if is_part and node.target is not auto_functionalized_v2:  # that is only an in-place write
             name = str(node.target)
             said = NAMES.get(name, name)
             raise UnsupportedError(
@@ -228,7 +233,7 @@ def _require_operators(model: Model, program: ExportedProgram) -> None:
 
 
 def _draws(node: Node) -> bool:
-    """Whether it draws random numbers; a dropout that is off, or of none, does not."""
+    """Whether `node` draws random numbers. A dropout that is off or has p = 0 does not."""
     target = node.target
     if not isinstance(target, OpOverload) or torch.Tag.nondeterministic_seeded not in target.tags:
         return False
@@ -241,7 +246,7 @@ def _draws(node: Node) -> bool:
 
 
 def _require_logits(program: ExportedProgram, signature: GraphSignature) -> None:
-    """UnsupportedError unless the module returns what the signature says of logits."""
+    """Raise UnsupportedError unless logits have the signature's dtype and shape."""
     results = program.graph.output_node().args[0]
     value = results[0].meta["val"]
     logits = signature.outputs[0]
@@ -260,9 +265,12 @@ def _require_logits(program: ExportedProgram, signature: GraphSignature) -> None
 def require_state_unchanged(
     program: ExportedProgram, signature: GraphSignature, *, is_padded: bool
 ) -> None:
-    """UnsupportedError for a module that writes into its own tensors, or into inputs other than by
-    cache ops: a step would depend on those before it, whatever their requests. A padded cache is
-    written by plain operators."""
+    """Raise UnsupportedError if the module writes into its own tensors, or into inputs without a
+    cache op.
+
+    Otherwise a step would depend on earlier steps of other requests. Plain operators may write a
+    padded cache.
+    """
     held = program.graph_signature
     own = {
         **held.inputs_to_buffers,
@@ -284,8 +292,10 @@ def require_state_unchanged(
 
 
 class _NoGradNodes(TorchFunctionMode):
-    """A module's `no_grad` leaves no node: gradients are off in the whole trace, and torch would
-    cut the graph in parts at each of them, and join these again: a tenth of an export."""
+    """A torch mode that ignores a module's `no_grad`: gradients are off in the whole trace.
+
+    torch would split the graph at each such node and join it again, a tenth of an export's time.
+    """
 
     def __torch_function__(
         self,
@@ -299,12 +309,12 @@ class _NoGradNodes(TorchFunctionMode):
 
 @contextlib.contextmanager
 def _positional(module: nn.Module, returned: list[int]) -> Iterator[None]:
-    """`module` over positional inputs, which also returns the inputs at `returned`.
+    """Let `module` take the signature's inputs by position, and return `(logits, *returned)` of
+    them.
 
-    Logits of a floating type are float32, whatever the module computes in. They are packed behind
-    the module's own hooks, which see what its forward returns.
-
-    The module is not wrapped, so parameters keep its own names.
+    `returned`: indices of inputs to return after the logits. Floating logits become float32.
+    A hook that runs after the module's own hooks packs the result, so they see what its forward
+    returns. The module is not wrapped, so parameters keep its own names.
     """
     own = vars(module).get("forward")
     forward = module.forward

@@ -1,4 +1,4 @@
-"""Weights, reserve and pages in a device's memory, and what would fit where they do not."""
+"""Fit weights, reserve and pages into a device's memory; suggest flags when they do not fit."""
 
 from __future__ import annotations
 
@@ -19,14 +19,15 @@ from kvgraph.errors import MissingDependencyError, ParamsError
 from kvgraph.kv.memory import DEVICE_CACHE_SHARE, LeafPlan, most_logits, plan_leaves
 
 LEAST_TOKENS = 16
-"""Of a step that a hint names."""
+"""Fewest tokens of a step that a hint suggests."""
 
 
 @dataclass(frozen=True)
 class OfRanks:
-    """A model as one of `ranks` devices has it; `refusal`: why compile does not cut it so.
+    """A model as one of `ranks` devices holds it.
 
-    Then `model` is the whole one, and sizes are those of equal parts.
+    `refusal`: why compile cannot cut the model into these ranks; empty if it can. With a refusal
+    `model` is the whole model, and sizes are estimated as equal parts of it.
     """
 
     model: Described
@@ -35,13 +36,13 @@ class OfRanks:
 
     @property
     def parts(self) -> int:
-        """That `model` is still to be divided into."""
+        """Number of equal parts that `model`'s sizes must still be divided by."""
         return self.ranks if self.refusal else 1
 
 
 @dataclass(frozen=True)
 class Wanted:
-    """What one device is to hold, in bytes of `memory`."""
+    """The compile and engine options to fit into `memory` bytes of one device."""
 
     target: str
     memory: int
@@ -64,18 +65,19 @@ class Wanted:
 
 @dataclass(frozen=True)
 class Fit:
-    """Bytes of one device; `pages` are of the whole replica."""
+    """Bytes of one device's memory by use; `pages` counts the pages of the whole replica."""
 
     weights: int
     reserve: Reserve
     kept: int
-    """Of a GPU: what an engine leaves to captured graphs and libraries."""
+    """Bytes that an engine on a GPU leaves to captured graphs and libraries; 0 on a CPU."""
     pages: LeafPlan
     leaves: dict[str, KVCacheParams]
 
 
 def fit(of: OfRanks, wanted: Wanted) -> Fit:
-    """ParamsError where weights, a step and one page do not fit."""
+    """Divide the memory among weights, reserve and pages. ParamsError if weights, a step and one
+    page do not fit."""
     model, ranks = of.model, of.ranks
     weights = weight_bytes(of, wanted)
     reserve = reserve_of(
@@ -112,7 +114,7 @@ def fit(of: OfRanks, wanted: Wanted) -> Fit:
 
 
 def weight_bytes(of: OfRanks, wanted: Wanted) -> int:
-    """Of one device."""
+    """Bytes of weights of one device."""
     return ceildiv(of.model.weight_bytes(wanted.dtype, wanted.bits, wanted.on_cpu), of.parts)
 
 
@@ -124,10 +126,10 @@ def would_fit(
     ranks: bool,
     describe: Callable[[int], OfRanks],
 ) -> Iterator[str]:
-    """Flags with which it fits, and what one device then holds of weights.
+    """Flags with which the model fits, as text; some with the weights' size on a device.
 
-    `packs`: int8 and int4 weights are there to choose; `ranks`: so are more ranks; `describe`: the
-    model as one of so many ranks has it.
+    `packs`: int8 and int4 weights may be suggested. `ranks`: more ranks may be suggested.
+    `describe`: returns the model as one of the given number of ranks holds it.
     """
     smaller = list(_smaller_weights(wanted)) if packs else []
     fitting = [choice for choice in smaller if _fits(of, choice)]
@@ -149,7 +151,8 @@ def _smaller_weights(wanted: Wanted) -> Iterator[Wanted]:
 
 
 def _smaller_steps(of: OfRanks, wanted: Wanted) -> Iterator[str]:
-    """A flag of fewer tokens, and one of fewer rows, with which it fits, by halves."""
+    """A flag with fewer tokens, and a flag with fewer rows, with which it fits; sizes are halved
+    until it does."""
     tokens = wanted.max_batch_tokens
     rows = min(wanted.max_batch_size, tokens)  # a step has no more rows than tokens
     shorter = (replace(wanted, max_batch_tokens=n) for n in _halves(tokens, LEAST_TOKENS))
@@ -161,12 +164,12 @@ def _smaller_steps(of: OfRanks, wanted: Wanted) -> Iterator[str]:
 
 
 def _first_fitting(of: OfRanks, choices: Iterator[Wanted]) -> Iterator[Wanted]:
-    """The first that fits, if any does."""
+    """The first choice that fits; empty if none does."""
     return islice((choice for choice in choices if _fits(of, choice)), 1)
 
 
 def _halves(most: int, least: int) -> Iterator[int]:
-    """Half of `most`, half of that, down to `least`."""
+    """`most` halved repeatedly, as long as the result is at least `least`."""
     while (most := most // 2) >= least:
         yield most
 
@@ -180,7 +183,8 @@ def _fits(of: OfRanks, wanted: Wanted) -> bool:
 
 
 def _least_ranks(wanted: Wanted, describe: Callable[[int], OfRanks], first: int) -> OfRanks | None:
-    """Of those that compile takes; where transformers is not there to ask, of equal parts."""
+    """The model with the fewest ranks, at least `first`, that compile takes and that fit; None: no
+    number does. Without transformers equal parts are assumed."""
     whole = describe(1).model
     heads = {need.n_kv_heads for need in whole.layers}
     for ranks in range(first, MOST_SHARDS + 1):

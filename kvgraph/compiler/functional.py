@@ -1,11 +1,11 @@
-"""A traced program -> one that writes in place into its caches alone.
+"""Rewrite a traced program so that it writes in place only into its caches.
 
-Decision: passes take a node for a value. A write in place gives a node another value, and its views
-too, so a pass that reads it at another place, or computes it from its operands, would be wrong. So
-each write becomes a new value before the first pass. A call is replaced where it stands if only
-the name that it wrote is read later, or the value that it wrote a part of, as in the models of
-transformers. Else torch traces the program once more without writes, and the cache ops get their
-own form back: passes then see other operators than the module's.
+Decision: passes take a node for a value. An in-place write changes the value of a node and of its
+views, so a pass that moves a node, or computes it from its operands, would be wrong. Therefore each
+write becomes a new value before the first pass. A call is replaced where it stands if later nodes
+read only the node that it wrote, or the value that it wrote a part of, as in transformers' models.
+Otherwise torch traces the program once more without writes, and the cache ops get their own form
+back; passes then see other operators than the module's.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ DROPOUTS = (aten.dropout.default, aten.feature_dropout.default)
 
 
 def without_writes(program: ExportedProgram) -> ExportedProgram:
-    """`program`, changed in place, or another one made of it, which computes the same.
+    """An equivalent program without in-place writes: `program`, changed in place, or a new one.
 
     Writes into inputs of the program stay. A program that writes into its own parameters, buffers
-    or constants stays as it is, for `require_state_unchanged` to refuse it, and so does one whose
-    cache ops write into a part of an input, for `require_whole_inputs`.
+    or constants stays unchanged, because `require_state_unchanged` refuses it later. So does one
+    whose cache ops write into a part of an input, which `require_whole_inputs` refuses.
     """
     if not _writes(program):
         return program
@@ -68,7 +68,7 @@ def without_writes(program: ExportedProgram) -> ExportedProgram:
 
 
 def _drop_identities(graph: Graph) -> None:
-    """Operators that give their operand itself, where their schemas do not say so."""
+    """Remove operators that return their operand itself although their schemas do not say so."""
     for node in list(graph.nodes):
         source = node.args[0] if node.args else None
         if not isinstance(source, Node):
@@ -80,8 +80,11 @@ def _drop_identities(graph: Graph) -> None:
 
 
 def _writes(program: ExportedProgram) -> list[Node]:
-    """Calls that write into values of the program itself; none in a program that is refused, for
-    writes into its own state or caches that are no inputs."""
+    """Calls that write in place into values that the program computes.
+
+    Empty for a program that a later check refuses: it writes into its own state, or its cache ops
+    write into a value that is no input.
+    """
     inputs, calls = set(program.graph_signature.user_inputs), []
     for node in program.graph.nodes:
         written = written_by(node)
@@ -97,8 +100,10 @@ def _writes(program: ExportedProgram) -> list[Node]:
 
 
 def _replaced(call: Node) -> bool:
-    """Whether a new value stands for the write: of the name that was written, or of what that name
-    is a part of."""
+    """Try to replace an in-place call by a new value; return whether that was possible.
+
+    The new value stands for the node that was written, or for the value that it is a part of.
+    """
     op = _functional(call.target)
     if op is None or len(written_by(call)) > 1:
         return False
@@ -108,7 +113,7 @@ def _replaced(call: Node) -> bool:
 
 
 def _functional(target: object) -> OpOverload | None:
-    """`aten.mul.Tensor` of `aten.mul_.Tensor`; None where there is no such operator."""
+    """The operator without the write, as `aten.mul.Tensor` for `aten.mul_.Tensor`; None: none."""
     if not isinstance(target, OpOverload) or not target._opname.endswith("_"):
         return None
     packet = getattr(getattr(torch.ops, target.namespace), target._opname[:-1], None)
@@ -120,15 +125,20 @@ def _functional(target: object) -> OpOverload | None:
 
 
 def _rules(graph: Graph) -> dict[OpOverload, Callable[..., object]]:
-    """torch's own of the operators whose results are their operands, which torch else takes for
-    new values."""
+    """torch's own decompositions for the graph's operators that may return their operand itself.
+
+    Without a decomposition torch takes their results for new values.
+    """
     found = {node.target for node in graph.nodes if gives_its_operand(node)}
     known = torch.export.default_decompositions() if found else {}
     return {op: known[op] for op in found if op in known}
 
 
 def _restore(node: Node, spec: OpSpec) -> None:
-    """The cache op in its own form, which writes into the pools: each new pool is the old one."""
+    """Replace a functionalised cache op by the op itself, which writes into the pools in place.
+
+    Each pool that the node returns is replaced by the pool that it was given.
+    """
     given = node.kwargs
     pools = given["_all_bases"]
     assert isinstance(pools, list | tuple)
@@ -158,7 +168,7 @@ def _pool(pools: Sequence[Argument], given: Mapping[str, Argument], name: str) -
 
 
 def _write_inputs(program: ExportedProgram) -> None:
-    """Inputs that the program changes are written by it: they are no results."""
+    """Make the program copy changed inputs in place, and remove them from its results."""
     specs, output = program.graph_signature.output_specs, program.graph.output_node()
     results = output.args[0]
     assert isinstance(results, tuple)

@@ -1,11 +1,11 @@
-"""Weights of linear layers -> the form that products on a GPU read (ops/matrices.py).
+"""Convert weights of linear layers to the form that GPU matrix kernels read (ops/matrices.py).
 
-Decision: what a checkpoint stores in a form that kernels have keeps its numbers. All else is
-rounded to nearest, without calibration, as on a CPU (packed_weights.py). An int8 scale is
-the column's largest magnitude over 127. Nibbles have no zero point: a group's scale has the sign
-that makes its extreme -8, and is the one of TRIED of the least squared error. On Gaussian weights
-that is 2 % worse than a zero point for each group (an error of 9.8 % against 9.6), and costs
-neither memory nor a subtraction for each weight.
+Decision: weights that a checkpoint stores in a form that kernels support keep their numbers. All
+others are rounded to nearest, without calibration, as on a CPU (packed_weights.py). An int8 scale
+is the column's largest magnitude divided by 127. int4 has no zero point: a group's scale has the
+sign that makes its extreme -8, times the factor of TRIED with the least squared error. On Gaussian
+weights that is 2 % worse than a zero point for each group (an error of 9.8 % against 9.6), and
+costs neither memory nor a subtraction for each weight.
 """
 
 from __future__ import annotations
@@ -25,28 +25,32 @@ from kvgraph.ops.packed import E2M1, E4M3, Form
 
 BYTE_MAX, NIBBLE_MIN, NIBBLE_MAX = 127, -8, 7
 TRIED = (1.0, 0.925, 0.85, 0.775, 0.7)
-"""Shares of the scale that holds a group's extreme: clipping it may cost less."""
+"""Factors tried for a group's scale. Below 1 the group's extreme is clipped, which may lower the
+error."""
 
 SMALLEST = 1e-37
-"""A scale whose inverse is a number."""
+"""Magnitude above which a scale has a finite inverse."""
 
 ROWS_AT_ONCE = 256
-"""Of a weight that are read at once."""
+"""Rows of a weight that are read at once."""
 
 Shaped = tuple[tuple[int, ...], torch.dtype]
 
 Part = dict[str, torch.Tensor]
-"""Operand -> rows of it that follow those of the parts before."""
+"""Name of an operand -> the next piece of it, to be joined with the pieces of earlier parts."""
 
 OPERANDS = ("weight", "scales", "group_bytes", "bias")
-"""A weight `[columns, depth]`, its scales and bytes of groups `[groups, columns]`, its bias."""
+"""Operands of a weight: the weight `[columns, depth]`, scales and group bytes `[groups, columns]`,
+and the bias `[columns]`."""
 
 
 def shapes(
     columns: int, inputs: int, form: Form, dtype: torch.dtype, has_bias: bool
 ) -> dict[str, Shaped]:
-    """Of each operand that a weight `[columns, inputs]` becomes, in a form of kernels. `bits` 0: it
-    stays in `dtype`."""
+    """Shape and dtype of each operand of a weight `[columns, inputs]`, by name.
+
+    `form`: a form that kernels support; with `bits` 0 the weight stays in `dtype`.
+    """
     bits, group = form.bits, form.group
     kind = getattr(torch, stored_dtype(bits, form.codes, str(dtype).removeprefix("torch.")))
     groups = groups_of(inputs, bits, group), columns
@@ -61,7 +65,7 @@ def shapes(
 
 
 def stored(rows: torch.Tensor, bits: int) -> Part:
-    """Weight and scales of `rows [N, K]`."""
+    """Round `rows [N, K]` to `bits` (8 or 4); return weight and scales. 0: the rows as they are."""
     if not bits:
         return {"weight": rows}
     wide = rows.float().numpy()
@@ -75,7 +79,10 @@ def stored(rows: torch.Tensor, bits: int) -> Part:
 
 
 def kept(rows: Stored, form: Form) -> Part:
-    """Weight, scales and bytes of groups of rows in groups of `form`, a form of kernels."""
+    """Rearrange stored rows to weight, scales and group bytes, without rounding.
+
+    `form`: the rows' form, which kernels support.
+    """
     numbers = _joined(rows.numbers.view(np.uint8), form) if form.bits == 4 else rows.numbers
     weight = torch.from_numpy(np.ascontiguousarray(numbers).view(np.int8))
     count = groups_of(rows.numbers.shape[1], form.bits, form.group)
@@ -97,7 +104,7 @@ def kept(rows: Stored, form: Form) -> Part:
 
 
 def columns_in_turn(parts: Sequence[Part]) -> Part:
-    """Columns of each part in turn."""
+    """Interleave the columns of several parts: column 0 of each, then column 1 of each."""
     if len(parts) == 1:
         return parts[0]
     return {
@@ -111,7 +118,7 @@ def _in_turn(parts: Sequence[torch.Tensor], dim: int) -> torch.Tensor:
 
 
 def _joined(codes: Array, form: Form) -> Array:
-    """`[N, K]` of nibbles, two inputs in a byte."""
+    """Join codes `[N, K]` of 4 bits two in a byte: `[N, depth]`, as spans of `ops/matrices.py`."""
     span = span_of(form.group)
     codes = np.pad(codes, ((0, 0), (0, -codes.shape[1] % span)))
     low, high = np.split(codes.reshape(len(codes), -1, 2, span // 2), 2, axis=2)
@@ -122,8 +129,11 @@ def _joined(codes: Array, form: Form) -> Array:
 def stored_in_parts(
     sections: Sequence[Section], form: Form, dtype: torch.dtype, *, in_turn: bool
 ) -> Iterator[Part]:
-    """Sections one after the other or, of two, row by row in turn: weights some rows at a time,
-    then what groups have, then biases in `dtype`, where one has some."""
+    """Parts of a weight made of `sections`: weights some rows at a time, then scales and group
+    bytes, then biases in `dtype` if a section has one.
+
+    `in_turn`: interleave the sections row by row; else they follow each other.
+    """
 
     def made(together: Sequence[Section], start: int, stop: int) -> Part:
         return columns_in_turn([_part(each.rows(start, stop), form) for each in together])
@@ -159,13 +169,13 @@ def _bias(section: Section) -> torch.Tensor:
 
 
 def _bytes(rows: Array) -> tuple[Array, Array]:
-    """int8 rows, and scales `[N, 1]`."""
+    """Round rows to int8; return them and scales `[N, 1]`."""
     scale = np.abs(rows).max(-1, keepdims=True) / np.float32(BYTE_MAX)
     return np.rint(rows * _inverse(scale)).astype(np.int8), scale
 
 
 def _nibbles(rows: Array) -> tuple[Array, Array]:
-    """Two inputs in a byte, and scales `[N, groups]`."""
+    """Round rows to int4; return bytes of two inputs, and scales `[N, groups]`."""
     if rows.shape[1] % GROUP:
         rows = np.pad(rows, ((0, 0), (0, -rows.shape[1] % GROUP)))
     groups = np.ascontiguousarray(rows).reshape(-1, GROUP)
@@ -178,7 +188,7 @@ def _nibbles(rows: Array) -> tuple[Array, Array]:
 
 
 def _inverse(scale: Array) -> Array:
-    """0 of what has none."""
+    """`1 / scale`; 0 for scales of at most SMALLEST."""
     zeros = np.zeros_like(scale)
     np.divide(np.float32(1), scale, out=zeros, where=np.abs(scale) > SMALLEST)
     return zeros

@@ -1,10 +1,10 @@
-"""A digest of an exported program: equal for programs that compute the same from equal weights.
+"""The digest of an exported program: equal for programs that compute the same from equal weights.
 
-It is taken before anything is lowered, of what reaches the logits or writes a cache. Names of
-nodes, symbols and source lines are left out, and so are the values of parameters: `weights` in the
-artifact's files say those. So it does not depend on the process that exports, and two modules of
-one class whose `forward` differs have different digests. Another torch or transformers may change
-it: pages that were cached before are then not found.
+It is computed before anything is lowered, over all nodes that reach the logits or write a cache.
+Names of nodes, symbols and source lines are left out. So are values of parameters, which hashes of
+the artifact's weights files cover. So the digest does not depend on the process that exports, and
+two modules of one class with different `forward` code have different digests. Another version of
+torch or transformers may change it: pages that were cached before are then not found.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ DOMAIN = "kvgraph-program-1"
 
 
 def program_digest(program: ExportedProgram, signature: GraphSignature) -> bytes:
-    """SHA-256 over the signature's inputs, the program's constants and its live nodes, in order."""
+    """SHA-256 (32 bytes) over the signature's inputs, and the program's constants and live nodes in
+    order."""
     digest = sha256(DOMAIN.encode())
     for symbol in signature.inputs:
         digest.update(f"{symbol.name} {symbol.dtype} {symbol.shape}\n".encode())
@@ -34,7 +35,7 @@ def program_digest(program: ExportedProgram, signature: GraphSignature) -> bytes
 
 
 def _inputs(program: ExportedProgram) -> dict[str, str]:
-    """What each placeholder stands for, by its name in the graph."""
+    """Text for each placeholder, by its name in the graph: input, parameter or constant."""
     stored: dict[str, object] = {**program.constants, **program.state_dict}
     said: dict[str, str] = {}
     position = 0
@@ -54,7 +55,8 @@ def _type(value: object) -> str:
 
 
 def _content(value: object) -> str:
-    """Type and values of a buffer or a constant; a fake one has its values in the weights."""
+    """Text for a buffer or constant: its type and a hash of its values. A fake tensor has only its
+    type, because its values are in the weights file."""
     if not isinstance(value, torch.Tensor) or isinstance(value, FakeTensor):
         return _type(value)
     data = value.detach().contiguous().cpu().reshape(-1).view(torch.uint8).numpy()
@@ -62,7 +64,7 @@ def _content(value: object) -> str:
 
 
 def _lines(graph: Graph, inputs: dict[str, str], root: GraphModule) -> list[str]:
-    """A line for each live node: its operator, and its operands by their lines."""
+    """One line for each live node: its operator, and its operands as line numbers."""
     live = _live(graph)
     number: dict[Node, int] = {}
     lines = []
@@ -89,7 +91,7 @@ def _lines(graph: Graph, inputs: dict[str, str], root: GraphModule) -> list[str]
             )
             lines.append(f"get_attr {whole}")
         elif node.op == "output":
-            # Pools that a functional backend hands on are inputs, and written where they change.
+            # Pools that a functional backend returns are inputs; the ops that write them are lines.
             lines.append(f"output {said([x for x in node.args[0] if x.op != 'placeholder'])}")
         else:
             lines.append(f"{node.target} {said(node.args)} {said(node.kwargs)}")
@@ -97,7 +99,7 @@ def _lines(graph: Graph, inputs: dict[str, str], root: GraphModule) -> list[str]
 
 
 def _live(graph: Graph) -> set[Node]:
-    """What reaches an output or changes memory."""
+    """Nodes that reach an output or change memory."""
     live: set[Node] = set()
     for node in reversed(graph.nodes):
         if node in live or node.is_impure():

@@ -1,7 +1,7 @@
-"""An exported program of a user's own, made ready for plain `torch.onnx.export`.
+"""Prepare a user's own exported program for plain `torch.onnx.export`.
 
-Decision: a program of its own, over the same weights, so that the torch form stays usable next to
-it. Nothing is traced again, but for writes in place that `without_writes` cannot replace.
+Decision: the result is a copy over the same weights, so the user's program stays usable. Nothing is
+traced again, except for in-place writes that `without_writes` cannot replace call by call.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from kvgraph.compiler.passes.parameters import name_outputs
 
 @dataclass
 class Lowering:
-    """A program alone, as passes look at it and change it."""
+    """A program as passes see and change it, without a model or a cache plan."""
 
     program: ExportedProgram
     passes: list[PassReport] = field(default_factory=list)
@@ -33,11 +33,11 @@ class Lowering:
         return graph
 
     def changed(self, step: str) -> None:
-        """Nothing is dumped."""
+        """Do nothing: no graphs are dumped here."""
 
 
 def lower_caches(program: ExportedProgram) -> ExportedProgram:
-    """As `kvgraph.onnx.lower_caches`."""
+    """Copy `program` with cache ops in ONNX's form; see `kvgraph.onnx.lower_caches`."""
     lowered = without_writes(_copy(program))
     expand_copies(lowered.graph)
     run_passes(Lowering(lowered), LOWER_CACHES)
@@ -48,10 +48,10 @@ def lower_caches(program: ExportedProgram) -> ExportedProgram:
 
 
 def _copy(program: ExportedProgram) -> ExportedProgram:
-    """A program with a graph and a signature of its own, over the same weights."""
+    """A copy of `program` with its own graph and signature, which shares the weights."""
     graph_module = copy.deepcopy(program.graph_module)
     for mine, node in zip(graph_module.graph.nodes, program.graph.nodes, strict=True):
-        mine.name = node.name  # a copy avoids names of Python's, such as input
+        mine.name = node.name  # deepcopy renames nodes with names of Python builtins, as `input`
     first, *others = program.module_call_graph
     return ExportedProgram(
         root=graph_module,

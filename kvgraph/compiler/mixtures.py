@@ -1,4 +1,4 @@
-"""Which mixtures of experts a program holds as one op each, and of how many bytes."""
+"""List the mixtures of experts that a program runs as one op each, with their bytes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ INPUTS: dict[object, tuple[str, ...]] = {
 
 
 def mixtures_of(traced: Traced) -> list[Mixture]:
-    """Those of the program as its passes left it, layers of one kind together."""
+    """Mixtures of experts of the program after its passes; layers of one kind are one record."""
     return joined(_mixture(node) for node in traced.graph.nodes if node.target in INPUTS)
 
 
@@ -45,8 +45,10 @@ def _mixture(node: Node) -> Mixture:
 
 
 def _of_all_ranks(node: Node) -> int:
-    """Experts of a layer that is cut by expert: rows of the table that says where a rank has each.
-    0: it is not cut so."""
+    """Number of experts of all ranks, if a layer is cut by expert; 0 if it is not.
+
+    It is the number of rows of the table with each expert's place on this rank.
+    """
     ids = node.all_input_nodes[1]
     while ids.target is not EMBEDDING:
         if len(ids.all_input_nodes) != 1:

@@ -1,4 +1,4 @@
-"""What a frontend hands to the pipeline: a module over the graph's signature, and its facts."""
+"""The Model that a frontend gives to the pipeline: a module and facts about it."""
 
 from __future__ import annotations
 
@@ -20,30 +20,30 @@ class Model:
     """A decoder ready for export.
 
     `module.forward(tokens, input_row_offsets, logits_indices, *cache)` takes the signature's
-    inputs in order and returns logits `[num_logits, vocab_size]`; its attention goes through
-    `kvgraph.ops`. `place(plan)` tells the module where each layer's cache is, before export.
+    inputs in order and returns logits `[num_logits, vocab_size]`; its attention calls
+    `kvgraph.ops`. `place(plan)`, called before export, gives the module each layer's cache leaf.
     """
 
     module: torch.nn.Module
     architecture: str
     layers: tuple[LayerNeed, ...]
-    """What each layer's attention stores; empty where the caller gives the cache's parameters."""
+    """The cache need of each layer; empty if the caller gives the cache's parameters."""
     vocab_size: int
     max_seq_len: int
     dtype: str
     place: Callable[[CachePlan], None] = lambda plan: None
     files: dict[str, Path | bytes] = field(default_factory=dict)
-    """Files that travel into the artifact: name there -> path here, or content."""
+    """Files to copy into the artifact: name there -> path of the source, or content."""
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None
     checkpoint: Checkpoint | None = None
-    """Where the values are of a module whose parameters are fake."""
+    """Sources of the values of fake parameters; None: the module has its values."""
     stored_dtype: str = ""
-    """Of the checkpoint's weights, where the module has them in another dtype."""
+    """dtype of the checkpoint's weights, if the module has them in another one; else empty."""
     is_quantized: bool = False
-    """The checkpoint's weights are stored in fewer bits."""
+    """Whether the checkpoint's weights are quantised."""
     loaded: str = ""
-    """Why a module has its values in memory that was asked for without them."""
+    """Why values are in memory although fake parameters were asked for; else empty."""
     notes: tuple[str, ...] = ()
     """Sentences for the manifest."""
 

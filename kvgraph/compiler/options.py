@@ -1,4 +1,4 @@
-"""What was asked for: decided, or refused, before a model is read."""
+"""Resolve or refuse the options of a compile, before a model is read."""
 
 from __future__ import annotations
 
@@ -18,26 +18,26 @@ from kvgraph.errors import UnsupportedError
 MAX_PAGE_SIZE = 1 << 16
 DEFAULT_PAGE_SIZE = 128
 DEFAULT_MAX_BATCH, DEFAULT_MAX_TOKENS = 256, 8192
-"""Of a step, for a backend whose graph bounds it."""
+"""Default most rows and most new tokens of a step, for backends with bounds in their graphs."""
 
 
 @dataclass(frozen=True)
 class Request:
-    """What a compile is for."""
+    """The resolved options of a compile."""
 
     target: Target
     backend: Backend
     bounds: tuple[int, int]
-    """Rows and new tokens of a step at most."""
+    """Most rows and most new tokens of a step."""
     ranks: int
-    """Processes that will run it together."""
+    """Number of processes that will run the artifact together."""
     cache: str
     cache_dtype: str | None
-    """None: as `params` says, or as activations are."""
+    """dtype of the pool; None: the one of `params`, or the activations' dtype."""
     page_size: int
     why_default: str
-    """Why the target's default backend is its default, as the end of a sentence; empty for a
-    backend that was asked for."""
+    """Why the target's default backend is its default, as the end of a sentence; empty if the user
+    chose the backend."""
 
     @property
     def support(self) -> Support:
@@ -56,8 +56,11 @@ def resolve(
     max_batch_tokens: int | None = None,
     tp: int = 1,
 ) -> Request:
-    """The request, its defaults filled in; UnsupportedError or ParamsError for what no graph for
-    the target has, or what contradicts `params`."""
+    """Fill in defaults and return the Request.
+
+    UnsupportedError or ParamsError: no graph for the target supports an option, or an option
+    contradicts `params`.
+    """
     parsed, chosen = _target_and_backend(target, backend)
     if params is not None:
         require_target(params, parsed, tp)
@@ -94,7 +97,7 @@ def _require_agreement(
     cache_dtype: str | None,
     page_size: int | None,
 ) -> None:
-    """UnsupportedError for an option that says something else than `params`."""
+    """Raise UnsupportedError if an option contradicts `params`."""
     for leaf in params.leaves.values():
         pool = leaf.quantization.dtype if leaf.quantization else leaf.dtype
         for name, given, own in (
@@ -122,7 +125,7 @@ def _require_cache(cache: str, cache_dtype: str | None) -> None:
 def require_ranks(
     tp: int, backend: Backend, target: Target, cache: str = KVCacheStrategy.PAGED
 ) -> None:
-    """UnsupportedError for ranks that the backend, or a cache of its, cannot have."""
+    """Raise UnsupportedError if the backend, or the kind of cache, cannot have `tp` ranks."""
     if not 1 <= tp <= MOST_SHARDS:
         raise UnsupportedError(f"tp: expected 1 to {MOST_SHARDS} ranks, got {tp}")
     if tp > 1 and not backend.targets[target.kind].ranks:
@@ -144,9 +147,9 @@ def _require_page_size(page_size: int) -> None:
 def _step_bounds(
     backend: Backend, target: Target, max_batch_size: int | None, max_batch_tokens: int | None
 ) -> tuple[int, int]:
-    """Rows and new tokens of a step at most, the defaults filled in.
+    """Most rows and most new tokens of a step, with defaults filled in.
 
-    UnsupportedError for one that is out of range, or given to a backend that bounds no step.
+    UnsupportedError: a value is out of range, or the backend has no bounds.
     """
     for name, value in (("max_batch_size", max_batch_size), ("max_batch_tokens", max_batch_tokens)):
         if value is not None and "bounds" not in backend.targets[target.kind].options:
@@ -174,8 +177,7 @@ def _why_default(target: Target) -> str:
 
 
 def check_weights(weights: str | None, target: Target, backend: Backend, dtype: str | None) -> None:
-    """UnsupportedError for weights that a graph for the target, or activations of `dtype`, cannot
-    have."""
+    """Raise UnsupportedError if the target or activations of `dtype` do not allow these weights."""
     if weights is None:
         return
     if weights not in WEIGHTS:
@@ -200,15 +202,15 @@ def check_weights(weights: str | None, target: Target, backend: Backend, dtype: 
 
 
 def computes_in_float32(support: Support, target: Target, weights: str | None) -> bool:
-    """Whether activations are float32 whatever the checkpoint has: packed weights on a CPU are for
-    these alone."""
+    """Whether activations are float32 whatever the checkpoint's dtype. Packed weights on a CPU need
+    float32 activations."""
     return support.float32 or (weights is not None and target.kind == "cpu")
 
 
 def default_weights(
     stored_dtype: str, support: Support, kind: str = "cpu", *, is_quantized: bool = False
 ) -> str | None:
-    """What linear layers keep by default: on a CPU under float32 activations; None: those."""
+    """The default for `weights`; None: the activations' dtype. On a CPU activations are float32."""
     packs = "weight_bits" in support.options
     if packs and is_quantized:
         return "stored"
@@ -218,8 +220,7 @@ def default_weights(
 
 
 def require_quantized(weights: str | None, *, is_quantized: bool) -> None:
-    """UnsupportedError for plain weights that are to be kept as a checkpoint in fewer bits has
-    them."""
+    """Raise UnsupportedError if `weights` is "stored" and the checkpoint is not quantised."""
     if weights == "stored" and not is_quantized:
         raise UnsupportedError(
             "weights: expected a checkpoint whose weights are in fewer bits for 'stored', got a "

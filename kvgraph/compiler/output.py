@@ -1,12 +1,13 @@
-"""The output folder of a compile: made next to its place, moved there whole; only ours is removed.
+"""Make the output folder of a compile: in a staging folder next to its place, then moved whole.
 
-    PARENT/.kvgraph-staging.<word>/owner      JSON: whose it is, and for which output
-                                   made/      what becomes the output
-                                   replaced/  the artifact before it, until it is removed; it
-                                              goes back only as long as made/ is there too
+    PARENT/.kvgraph-staging.<word>/owner      JSON: kvgraph's mark, and the name of the output
+                                   made/      the folder that becomes the output
+                                   replaced/  the old artifact, until it is removed; it is moved
+                                              back only while made/ exists too
 
-The live process holds a lock on `owner`, which a kill lets go of, on whatever machine or in
-whatever container it ran. Without that file, or while it is locked, nothing of a folder is touched.
+The live process holds a lock on `owner`. The system releases it if the process is killed, on any
+machine and in any container. A staging folder without that file, or with a locked one, is not
+touched. Only files of artifacts and of staging folders are removed.
 """
 
 from __future__ import annotations
@@ -32,23 +33,23 @@ OWNER, MADE, REPLACED = "owner", "made", "replaced"
 MARKER = {"kvgraph": "staging"}
 
 NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)
-"""Of a file system that locks nothing: leftovers stay there, since none proves to be dead."""
+"""Errors of file systems without locks. Leftovers stay there, because no owner is known dead."""
 
 NO_SYNC = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EACCES)
-"""Of a file system that writes nothing on demand, and of a folder that cannot be read."""
+"""Errors of file systems without fsync, and of folders that cannot be read."""
 
 AT_FDCWD, RENAME_EXCHANGE = -100, 2  # renameat2(2)
 
 SHOWN = 3
-"""Names that a refusal lists."""
+"""Most file names that an error message lists."""
 
 
 def require_free(out: Path, *, force: bool) -> frozenset[str]:
     """Names of the files that a compile to `out` replaces.
 
-    ArtifactError, before anything is computed, for an `out` that cannot become an artifact, and for
-    one that would lose something: any folder without `force`, and with it one that holds more than
-    the files of an artifact.
+    ArtifactError, before anything is computed, if `out` cannot become an artifact, or if files
+    would be lost. Without `force` any existing folder is refused; with it, a folder that holds
+    more than the files of an artifact.
     """
     require_utf8(absolute(out), "libraries that write there")
     _require_parent(out)
@@ -75,7 +76,7 @@ def require_free(out: Path, *, force: bool) -> frozenset[str]:
 
 
 def _fixed(out: Path) -> str | None:
-    """What keeps the folder `out` from being replaced."""
+    """Why the folder `out` cannot be replaced, as text; None if it can."""
     if out.is_mount():
         return "a mount point"
     if not can_write(out):
@@ -84,10 +85,10 @@ def _fixed(out: Path) -> str | None:
 
 
 def settle_leftovers(out: Path) -> None:
-    """Remove what killed compiles left next to `out`, or move an old artifact back to its name.
+    """Clean up after killed compiles next to `out`: remove leftovers, or move an old artifact back.
 
-    Before `require_free`, which then sees what is there. Of a parent that cannot be read nothing is
-    settled.
+    Call it before `require_free`, which then sees the final state. It does nothing if the parent
+    folder cannot be read.
     """
     with suppress(OSError, ValueError):
         for folder in sorted(absolute(out).parent.glob(f"{PREFIX}*")):
@@ -98,9 +99,9 @@ def settle_leftovers(out: Path) -> None:
 def staging(out: Path, *, force: bool) -> Iterator[Path]:
     """A folder next to `out` that becomes `out` on success and disappears on failure.
 
-    `require_free` is asked again at the end: what appeared at `out` meanwhile is not lost. A killed
-    process leaves the old artifact, or the new one, and a hidden folder; the next compile to the
-    same place removes that.
+    `require_free` runs again at the end, so files that appeared at `out` meanwhile are not lost. A
+    killed process leaves the old artifact or the new one, and a hidden folder, which the next
+    compile to the same place removes.
     """
     out = absolute(out)
     out.parent.mkdir(parents=True, exist_ok=True)
@@ -125,9 +126,9 @@ def staging(out: Path, *, force: bool) -> Iterator[Path]:
 
 
 def absolute(out: Path) -> Path:
-    """`out` with a name of its own: "." and "x/.." have none.
+    """`out` as an absolute path that ends with a name; "." and "x/.." are resolved.
 
-    ArtifactError for a relative one in a working folder that is gone.
+    ArtifactError for a relative path in a working folder that was removed.
     """
     try:
         out = out.absolute()
@@ -139,7 +140,7 @@ def absolute(out: Path) -> Path:
 
 
 def _require_parent(out: Path) -> None:
-    """ArtifactError unless `out` can be made in the nearest of its parents that exists."""
+    """Raise ArtifactError unless `out` can be made in its nearest parent that exists."""
     parent, name = absolute(out).parent, absolute(out).name
     try:
         while (kind := kind_of(parent)) is None:
@@ -155,7 +156,7 @@ def _require_parent(out: Path) -> None:
 
 
 def _listed(out: Path) -> frozenset[str]:
-    """The artifact's own files; ArtifactError where `out` holds others."""
+    """The files of the artifact in `out`. ArtifactError if the folder holds others."""
     try:
         names = listed_names(out)
     except ArtifactError as error:
@@ -174,7 +175,7 @@ def _listed(out: Path) -> frozenset[str]:
 
 
 def _others(folder: Path, names: Collection[str]) -> Iterator[str]:
-    """What is in `folder` besides the files `names` and their folders."""
+    """Files and folders in `folder` other than the files `names` and their folders."""
     folders = _folders(names)
     for path, inner, files in os.walk(folder):
         where = Path(path).relative_to(folder)
@@ -200,7 +201,8 @@ def _lock(owner: int) -> None:
 
 
 def _follow_umask(made: Path) -> None:
-    """Give every file the permissions of `made`: some libraries write for their user alone."""
+    """Give every file the read and write permissions of `made`: some libraries write files that
+    only their user can read."""
     mode = made.stat().st_mode & 0o666
     for path in made.rglob("*"):
         if path.is_file():
@@ -208,11 +210,11 @@ def _follow_umask(made: Path) -> None:
 
 
 def _replace(out: Path, folder: Path, names: Collection[str]) -> None:
-    """Put what was made at `out`; at every moment the old artifact or the new one is there.
+    """Move the new artifact to `out`; at every moment the old artifact or the new one is there.
 
-    Where the file system cannot exchange two folders, `out` is missing for a moment; a kill there
-    leaves the old one in `folder`, next to what was made, and `_settle` moves it back. The new one
-    is on the medium before it takes the place of an old one.
+    If the file system cannot exchange two folders, `out` is missing for a moment. A kill at that
+    moment leaves the old artifact in `folder`, next to the new one, and `_settle` moves it back.
+    The new artifact is synced to disk before it replaces an old one.
     """
     made, old = folder / MADE, folder / REPLACED
     if not names:
@@ -229,7 +231,7 @@ def _replace(out: Path, folder: Path, names: Collection[str]) -> None:
 
 
 def _sync(path: Path) -> None:
-    """Wait until a file, or a folder's list of names, is on the medium."""
+    """Wait until a file, or a folder's list of names, is on disk."""
     try:
         opened = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:
@@ -242,7 +244,7 @@ def _sync(path: Path) -> None:
 
 
 def _exchange(one: Path, other: Path) -> bool:
-    """Swap two folders in one step; False where the system cannot."""
+    """Swap two folders in one step. Return False if the system cannot do that."""
     rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     if rename is None:
         return False
@@ -256,7 +258,7 @@ def _exchange(one: Path, other: Path) -> bool:
 
 
 def _settle_leftover(folder: Path) -> None:
-    """`_settle` what a killed process left; nothing where another owner or none is to be seen."""
+    """`_settle` a killed process's staging folder. Do nothing if its owner is alive or unknown."""
     with suppress(OSError, ValueError, KeyError, TypeError):
         owner = os.open(folder / OWNER, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK)
         try:
@@ -270,9 +272,9 @@ def _settle_leftover(folder: Path) -> None:
 
 
 def _settle(folder: Path, out: Path) -> None:
-    """Move back an artifact that was not replaced, and remove what else is ours in `folder`.
+    """Move an artifact back that was not replaced, and remove kvgraph's other files in `folder`.
 
-    The new artifact is at `out` for good before the old one goes.
+    The new artifact's place at `out` is synced to disk before the old artifact is removed.
     """
     made, old = folder / MADE, folder / REPLACED
     if made.is_dir() and old.is_dir() and not os.path.lexists(out):
@@ -288,8 +290,8 @@ def _settle(folder: Path, out: Path) -> None:
 
 
 def _remove_listed(folder: Path) -> None:
-    """Remove an artifact's files, and the folder unless something came into it meanwhile."""
-    with suppress(ArtifactError):  # without a manifest: all of them are gone
+    """Remove an artifact's files, and its folder unless other files came into it meanwhile."""
+    with suppress(ArtifactError):  # the manifest goes last: without it all files are gone already
         names = listed_names(folder)
         for name in [*(names - {MANIFEST_NAME}), MANIFEST_NAME]:
             (folder / name).unlink(missing_ok=True)

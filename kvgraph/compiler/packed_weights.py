@@ -1,8 +1,8 @@
-"""Weights of linear layers -> the packed form that our ops read (ops/packed.py).
+"""Convert weights of linear layers to the packed form that kvgraph's CPU ops read (ops/packed.py).
 
-Decision: rounded to nearest, without calibration: a compile needs no data, and the loss is measured
-(kvgraph/quality). An int4 multiplier is the one of the least squared error. What a checkpoint
-stores in a form of its own, and is kept, is not rounded.
+Decision: weights are rounded to nearest, without calibration. So a compile needs no data, and the
+loss is measured (kvgraph/quality). An int4 multiplier is the one with the least squared error.
+Weights that are kept in a checkpoint's own form are not rounded.
 """
 
 from __future__ import annotations
@@ -34,19 +34,20 @@ from kvgraph.ops.packed import (
 
 NIBBLE_MAX, MULTIPLIER_MAX = 7, 16
 TRIED = 4
-"""Multipliers below the one that holds a group's largest weight: clipping it may cost less."""
+"""Number of smaller multipliers to try below the one that holds a group's largest weight. Clipping
+may lower the error."""
 
 PART_ELEMENTS = 1 << 21
-"""Of a weight that are read at once: 8 MiB of float32."""
+"""Elements of a weight that are read at once: 8 MiB of float32."""
 
 BLOCK_ELEMENTS = 1 << 18
-"""Of float32 that a step works on: 1 MiB stays in the processor's cache, and threads that pack wait
-little for Python's lock (docs/results/compile.md)."""
+"""float32 elements that are rounded at once: 1 MiB stays in the processor's cache, and packing
+threads wait little for Python's lock (docs/results/compile.md)."""
 
 
 @dataclass(frozen=True)
 class Packed:
-    """Operands of `kvgraph.linear` but for x and the residual; None where it has none."""
+    """Operands of `kvgraph.linear` except x and the residual; None: there is no such operand."""
 
     bits: int
     weight: Array
@@ -60,9 +61,11 @@ OPERANDS = tuple(each.name for each in fields(Packed) if each.name != "bits")
 
 @dataclass(frozen=True)
 class Stored:
-    """Rows `[n, K]` as a checkpoint stores them: int8, or uint8 codes; scales and offsets
-    of groups `[n, groups]`, scales of E2M1 as exponents, of NVFP4 as bytes of E4M3 with factors
-    `[n, 1]`."""
+    """Rows `[n, K]` as a checkpoint stores them: int8 numbers or uint8 codes.
+
+    Scales and offsets of groups are `[n, groups]`. Scales are exponents for E2M1, and bytes of E4M3
+    for NVFP4, which has factors `[n, 1]` too.
+    """
 
     numbers: Array
     scales: Array
@@ -76,8 +79,8 @@ class Stored:
 
 @dataclass(frozen=True)
 class Section:
-    """A linear layer `[N, K]`: `rows(start, stop)` reads some of its N rows, in float32 or as they
-    are stored."""
+    """A linear layer `[N, K]`. `rows(start, stop)` reads some of its N rows, in float32 or as
+    stored."""
 
     features: int
     rows: Callable[[int, int], Array | Stored]
@@ -89,7 +92,7 @@ class Section:
 
     @classmethod
     def kept(cls, stored: Stored, bias: Array | None = None) -> Section:
-        """A layer that is in memory as it is stored."""
+        """The section of a layer whose stored rows are all in memory."""
         return cls(len(stored.numbers), stored.rows, bias)
 
 
@@ -100,8 +103,9 @@ def pack(
     *,
     interleave: bool = False,
 ) -> Packed:
-    """Sections `[N, K]` of equal K, one after the other or, of two, panel by panel in turn.
+    """Pack float32 weights `[N, K]` of equal K to `bits`, one after the other.
 
+    `interleave`: two weights take turns panel by panel.
     Columns are padded to panels and K to `DEPTH`, with zeros.
     """
     given = list(bias) or [None] * len(weights)
@@ -113,16 +117,16 @@ def pack(
 def pack_each(
     experts: Iterable[tuple[Sequence[Array], Sequence[Array | None]]], bits: int
 ) -> Packed:
-    """Weights of each expert and their biases -> operands of `kvgraph.experts` with them in a row.
+    """Pack weights and biases of each expert; operands have the experts as first dim.
 
-    Two weights are gate and up, panel by panel in turn.
+    Two weights of an expert are gate and up, which take turns panel by panel.
     """
     each = [pack(weights, bits, bias, interleave=len(weights) > 1) for weights, bias in experts]
     return Packed(bits, **_arrays(each, np.stack))
 
 
 def keep(parts: Sequence[Stored], form: Form, *, interleave: bool = False) -> Packed:
-    """As `pack`, of sections as they are stored."""
+    """Pack stored rows without rounding; otherwise like `pack`."""
     sections, width = [Section.kept(part) for part in parts], parts[0].numbers.shape[1]
     return _joined(pack_in_parts(sections, width, form, interleave=interleave))
 
@@ -130,7 +134,7 @@ def keep(parts: Sequence[Stored], form: Form, *, interleave: bool = False) -> Pa
 def pack_in_parts(
     sections: Sequence[Section], width: int, form: Form, *, interleave: bool = False
 ) -> Iterator[Packed]:
-    """What `pack` gives, some panels at a time."""
+    """Pack sections like `pack`, and yield some panels at a time."""
     has_bias = any(each.bias is not None for each in sections)
     each = [sections] if interleave else [[section] for section in sections]
     return pack_in_turn(each, width, form, has_bias=has_bias)
@@ -139,9 +143,10 @@ def pack_in_parts(
 def pack_in_turn(
     each: Iterable[Sequence[Section]], width: int, form: Form, *, has_bias: bool
 ) -> Iterator[Packed]:
-    """Sections one after the other or, where there are two, panel by panel of both in turn.
+    """Pack groups of sections one after the other, and yield some panels at a time.
 
-    They are taken here, and read and packed on threads, some panels at a time.
+    Two sections in a group take turns panel by panel. `each` is iterated on the caller's thread;
+    rows are read and packed on other threads.
     """
     step = max(1, PART_ELEMENTS // (COLUMNS * padded_depth(width)))
 
@@ -161,7 +166,7 @@ def pack_in_turn(
 def shapes(
     features: Sequence[int], width: int, form: Form, has_bias: bool
 ) -> dict[str, tuple[tuple[int, ...], str]]:
-    """Shape and dtype of each operand that `pack_in_parts` gives for sections of `features`."""
+    """Shape and dtype of each operand that `pack_in_parts` makes of sections of `features`."""
     panels, depth, bits = sum(map(panel_count, features)), padded_depth(width), form.bits
     groups = num_groups(width, form.group)
     line = COLUMNS * PER_LINE[bits] if bits >= 16 else LINE_BYTES
@@ -189,12 +194,12 @@ def _joined(parts: Iterable[Packed]) -> Packed:
 
 
 def _in_turn(arrays: list[Array]) -> Array:
-    """Panels of each array in turn."""
+    """Interleave arrays panel by panel."""
     return np.stack(arrays, 1).reshape(-1, *arrays[0].shape[1:])
 
 
 def _pack_panels(section: Section, span: range, width: int, form: Form, has_bias: bool) -> Packed:
-    """Panels `span` of a section."""
+    """Read and pack the panels `span` of a section."""
     columns = slice(span.start * COLUMNS, min(span.stop * COLUMNS, section.features))
     found = section.rows(columns.start, columns.stop)
     if isinstance(found, Stored):
@@ -214,7 +219,7 @@ def _pack_panels(section: Section, span: range, width: int, form: Form, has_bias
 
 
 def _keep(stored: Stored, width: int, form: Form) -> Packed:
-    """Rows of whole panels, as they are stored."""
+    """Pack stored rows of whole panels without rounding."""
     numbers = _in_panels(stored.numbers, padded_depth(width))
     if not form.group:
         scale = _in_panels(stored.scales, 1)[..., 0].astype(np.float32)
@@ -244,14 +249,17 @@ def _keep(stored: Stored, width: int, form: Form) -> Packed:
 
 
 def _of_groups(each: Array, width: int, form: Form) -> Array:
-    """`[n, groups]`, those behind the last input too -> `[panels, groups, COLUMNS]`."""
+    """Rearrange data of groups: `[n, groups]` -> `[panels, groups, COLUMNS]`.
+
+    Groups beyond `width` inputs are dropped or padded with zeros.
+    """
     own = each[:, : -(-width // form.group)]
     panels = _in_panels(own, num_groups(width, form.group))
     return np.ascontiguousarray(panels.transpose(0, 2, 1))
 
 
 def _in_panels(rows: Array, depth: int) -> Array:
-    """`[n, K]` -> `[panels, COLUMNS, depth]`, padded with zeros."""
+    """Reshape rows `[n, K]` to `[panels, COLUMNS, depth]`, padded with zeros."""
     count, width = rows.shape
     short = -count % COLUMNS, depth - width
     if any(short):
@@ -260,7 +268,7 @@ def _in_panels(rows: Array, depth: int) -> Array:
 
 
 def _pack_block(rows: Array, bits: int) -> Packed:
-    """`rows [panels, COLUMNS, K]` -> lines, scales with column sums, multipliers."""
+    """Round and pack `rows [panels, COLUMNS, K]` to lines, scales with column sums, multipliers."""
     if bits == 32:
         return Packed(bits, _lines(rows, 32))
     if bits == 16:
@@ -281,7 +289,7 @@ def _pack_block(rows: Array, bits: int) -> Packed:
 
 
 def _bfloat16(rows: Array) -> Array:
-    """Rounded to nearest, ties to even; ml_dtypes does the same one number after the other."""
+    """Round to bfloat16, ties to even; faster than ml_dtypes, which converts number by number."""
     bits = np.ascontiguousarray(rows).view(np.uint32)
     rounded = bits >> 16
     rounded &= 1
@@ -292,7 +300,8 @@ def _bfloat16(rows: Array) -> Array:
 
 
 def _lines(stored: Array, bits: int) -> Array:
-    """`[panels, COLUMNS, K]` -> `[panels, lines, 64 bytes]`: four bytes of each column in turn."""
+    """Rearrange `[panels, COLUMNS, K]` to `[panels, lines, 64 bytes]`: 4 bytes of each column in
+    turn."""
     panels, columns = stored.shape[:2]
     words = np.ascontiguousarray(stored).view(np.uint32)
     by_line = np.ascontiguousarray(words.transpose(0, 2, 1))
@@ -304,7 +313,7 @@ def _scales(scale: Array, stored: Array) -> Array:
 
 
 def _largest(rows: Array) -> Array:
-    """Magnitude along the last dim."""
+    """The largest magnitude along the last dim."""
     most: Array = np.maximum(rows.max(-1), -rows.min(-1))
     return most
 
@@ -314,7 +323,8 @@ def _divisor(scale: Array) -> Array:
 
 
 def _two_level(rows: Array) -> tuple[Array, Array, Array]:
-    """Column scales, nibbles `[panels, COLUMNS, groups, GROUP]` and multipliers of the groups."""
+    """Round rows to int4. Return column scales, nibbles `[panels, COLUMNS, groups, GROUP]` and the
+    groups' multipliers."""
     groups = np.ascontiguousarray(rows).reshape(*rows.shape[:2], -1, GROUP)
     by_input = np.abs(groups.reshape(-1, GROUP).T, order="C")  # short rows are slow in NumPy
     largest = by_input.max(0).reshape(groups.shape[:-1])

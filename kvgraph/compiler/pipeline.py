@@ -1,4 +1,4 @@
-"""The stages of a compile behind its options: the model, its cache, and its lowering."""
+"""The stages of a compile after its options: read the model, describe the cache, and lower."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ Progress = Callable[[str], None]
 
 
 def require_rankable(model: str | Path | nn.Module, ranks: int) -> None:
-    """UnsupportedError for several ranks of a module of the caller's own."""
+    """Raise UnsupportedError for several ranks if `model` is the caller's own module."""
     if ranks > 1 and not isinstance(model, str | Path):
         raise UnsupportedError(
             "tp: expected a checkpoint folder, whose model has a plan for tensor parallelism, "
@@ -54,8 +54,7 @@ def require_rankable(model: str | Path | nn.Module, ranks: int) -> None:
 
 @contextmanager
 def opened(model: str | Path | nn.Module) -> Iterator[Path | nn.Module]:
-    """A checkpoint folder, or a module, whose parts are as before when it is compiled: in training
-    or not."""
+    """The model as a checkpoint folder, or as a module with training modes restored at the end."""
     if isinstance(model, str | Path):
         with as_folder(Path(model)) as folder:
             yield folder
@@ -78,10 +77,11 @@ def load_model(
     weightless: bool,
     text: Mapping[str, Any],
 ) -> tuple[Model, list[str]]:
-    """The model in a dtype that the backend computes in, and what was converted.
+    """The model in a dtype that the backend computes in, and notes on conversions.
 
-    `float32`: it computes in nothing else, as ONNX Runtime's CPU kernels.
-    `weightless`: a checkpoint's weights stay where they are, if they can.
+    `float32`: the backend computes in float32 only, as ONNX Runtime's CPU kernels do.
+    `weightless`: a checkpoint's weights stay on disk, if that is possible.
+    `text`: `tokenizer`, `eos_token_ids` and `bos_token_id` for an nn.Module.
     """
     if dtype is not None and dtype not in ACTIVATIONS:
         raise UnsupportedError(f"dtype: expected one of {list(ACTIVATIONS)}, got {dtype!r}")
@@ -145,8 +145,11 @@ def plan_for(
     params: KVCacheParams | MultiKVCacheParams | None,
     request: Request,
 ) -> CachePlan:
-    """Where the layers' caches are, on one device: as given, or as the model's attention needs
-    them. UnsupportedError where the ranks cannot share its heads, or `params` has other layers."""
+    """The cache plan for one device, from `params` or from what the model's attention stores.
+
+    UnsupportedError: the ranks cannot share the model's heads, or `params` has another number of
+    layers.
+    """
     target = request.target
     require_heads(model.architecture, model.layers, request.ranks)
     if params is not None:
@@ -171,8 +174,10 @@ def plan_for(
 
 
 def describe(model: Model, plan: CachePlan) -> GraphSignature:
-    """The graph's signature over the symbols of a manager that allocates nothing; the model learns
-    where its layers' caches are."""
+    """The graph's signature, from the symbols of a cache manager that allocates nothing.
+
+    It also gives the model the places of its layers' caches.
+    """
     manager = NullKVCacheManager(
         plan.params,
         max_batch_size=1,
@@ -188,7 +193,7 @@ def describe(model: Model, plan: CachePlan) -> GraphSignature:
 
 
 def notes_of_ranks(layers: Sequence[LayerNeed], ranks: int) -> list[str]:
-    """A sentence where ranks hold copies of kv heads."""
+    """A note if ranks hold copies of kv heads; else empty."""
     heads = min((need.n_kv_heads for need in layers), default=ranks)
     if heads >= ranks:
         return []
@@ -199,10 +204,10 @@ def notes_of_ranks(layers: Sequence[LayerNeed], ranks: int) -> list[str]:
 
 
 def trace_ranks(traced: Traced, kind: str, ranks: int, *, functional: bool) -> Iterator[Traced]:
-    """What each of `ranks` devices of `kind` runs, one after the other: the model of `traced` is
-    cut, and traced again.
+    """Cut the model of `traced` for each of `ranks` devices of `kind`, and trace it again.
 
-    Graphs of all ranks are equal; parameters, and where a rank's tokens begin, are not.
+    Graphs of all ranks are equal; parameters, and the buffers that say which part a rank has, are
+    not.
     """
     from kvgraph.compiler.frontends.ranks import cut
     from kvgraph.compiler.trace import trace
@@ -223,10 +228,9 @@ def trace_ranks(traced: Traced, kind: str, ranks: int, *, functional: bool) -> I
 
 
 def run_lower(lower: Callable[..., Lowered], traced: Traced, folder: Path) -> Lowered:
-    """Write the files of `traced` into `folder` by `lower`, a function of `bind_lower`.
+    """Lower a trace into `folder` with `lower`, and add notes and mixtures to the result.
 
-    Notes and mixtures of what was lowered are added to the backend's own. UnsupportedError for
-    an operator that ONNX lacks.
+    `lower`: a function of `bind_lower`. UnsupportedError: the ONNX exporter lacks an operator.
     """
     import torch.onnx
 
@@ -250,7 +254,7 @@ def run_lower(lower: Callable[..., Lowered], traced: Traced, folder: Path) -> Lo
 
 
 def bind_lower(request: Request, weights: str | None, progress: Progress) -> Callable[..., Any]:
-    """The backend's function `lower`, with the options bound that it takes."""
+    """The backend's `lower` function, with the options that it takes already bound."""
     support = request.support
     known = {
         "archs": request.target.archs,
@@ -262,7 +266,7 @@ def bind_lower(request: Request, weights: str | None, progress: Progress) -> Cal
 
 
 def require_kernels(plan: CachePlan, request: Request) -> None:
-    """UnsupportedError for a cache that the backend's kernels do not support."""
+    """Raise UnsupportedError if the backend's kernels do not support the cache."""
     require, target = request.support.require, request.target
     if not require:
         return

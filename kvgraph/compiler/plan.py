@@ -1,4 +1,4 @@
-"""How a model and its cache fit into a device's memory; no weight is read."""
+"""Plan how a model and its cache fit into a device's memory; no weight is read."""
 
 from __future__ import annotations
 
@@ -30,48 +30,47 @@ from kvgraph.errors import MissingDependencyError, ParamsError, UnsupportedError
 from kvgraph.kv.memory import DEFAULT_BATCH_TOKENS
 
 ROWS = (1, 64)
-"""Of steps whose reads a plan tells."""
+"""Rows of the steps for which a plan says how many bytes of weights are read."""
 
 
 @dataclass(frozen=True)
 class DeploymentPlan:
-    """All sizes in bytes, of one device; the graph itself is not counted.
+    """The memory plan of one device; sizes are in bytes, and the graph itself is not counted.
 
-    Of several ranks each has a device, and all of them the same requests.
+    With several ranks each has a device, and all of them serve the same requests.
     """
 
     architecture: str
     target: str
     dtype: str
-    """Of activations."""
+    """dtype of activations."""
     cache_dtype: str
     memory: int
     weights: int
-    """What the target's default backend stores of them, with rotary tables."""
+    """Bytes of weights as the target's default backend stores them, with rotary tables."""
     weights_dtype: str
-    """fp32, bf16, int8 or int4; on a GPU the activations' dtype where they are not small."""
+    """Kind of packed weights (fp32, bf16, int8, int4 or stored), else the activations' dtype."""
     reserve: Reserve
-    """For the largest step."""
+    """Memory for the largest step."""
     kept: int
-    """Of a GPU: what an engine leaves to captured graphs and libraries."""
+    """Bytes that an engine on a GPU leaves to captured graphs and libraries; 0 on a CPU."""
     cache_memory: int
     page_size: int
     pages: dict[str, int]
-    """By leaf; the empty path is the only cache."""
+    """Number of pages by leaf path; a single cache has the path ""."""
     bytes_per_page: dict[str, int]
     max_seq_len: int
     concurrent_requests: int
-    """Requests of `max_seq_len` tokens that fit at once."""
+    """Number of requests of `max_seq_len` tokens that fit at once."""
     longest_context: int
-    """Tokens of a lone request, at most `max_seq_len`."""
+    """Most tokens of a single request, at most `max_seq_len`."""
     parameters: int
     active_parameters: int
-    """Those that work on a token: of a mixture of experts, its active ones."""
+    """Number of parameters that compute one token: of experts, only the active ones."""
     read_by_step: dict[str, int]
-    """Of a mixture of experts: rows of a step -> bytes of weights that it reads."""
+    """Rows of a step -> bytes of weights that it reads; empty for a model without experts."""
     warnings: list[str]
-    """What compile refuses of this, what it computes that the model does not need, and which sizes
-    are uncertain."""
+    """Sentences on what compile refuses, on needless computation, and on uncertain sizes."""
     ranks: int = 1
 
 
@@ -92,16 +91,19 @@ def plan_deployment(
 ) -> DeploymentPlan:
     """Plan one device of `memory` bytes for the checkpoint in `folder`.
 
-    `dtype` and `weights` mean what they mean to `compile` with the target's default backend. The
-    cache is described on a virtual device; no weight is read and nothing is allocated. `tp` devices
-    share the model and run its ranks, as `compile` cuts it; transformers says how, and where
-    `compile` refuses it a warning says so and sizes are of equal parts. Weights are
-    counted by the headers of the safetensors, or their index; without them, and for other than the
-    best-known architectures, transformers is asked. ModelError for a folder that is damaged, or
-    whose safetensors have names that a compile does not know. ParamsError where weights, the
-    largest step and a page do not fit, with what would; UnsupportedError for a target, a cache or
-    weights that no graph has, as `compile` raises it; MissingDependencyError where transformers is
-    needed.
+    The cache is described on a virtual device; no weight is read and nothing is allocated. Weights
+    are counted from the headers of the safetensors, or from their index. Without these, and for all
+    but the best-known architectures, transformers builds the model with fake parameters.
+
+    - `folder`: a checkpoint folder, or a GGUF file.
+    - `dtype`, `weights`: as for `compile` with the target's default backend.
+    - `tp`: number of devices that share the model, which transformers' plan cuts into ranks. If
+      `compile` would refuse that, a warning says so, and sizes are those of equal parts.
+
+    ModelError: the folder is damaged, or its safetensors have names that compile does not know.
+    ParamsError: weights, the largest step and a page do not fit; the message says what would fit.
+    UnsupportedError: no graph has such a target, cache or weights, as for `compile`.
+    MissingDependencyError: transformers is needed and not installed.
     """
     request = resolve(
         target,
@@ -149,7 +151,7 @@ def plan_deployment(
 
 
 def _require_steps(max_batch_size: int, max_batch_tokens: int) -> None:
-    """ParamsError for steps that no engine has."""
+    """Raise ParamsError unless rows and tokens of a step are at least 1."""
     given = {"max_batch_size": max_batch_size, "max_batch_tokens": max_batch_tokens}
     for name, value in given.items():
         if value < 1:
@@ -206,7 +208,7 @@ def _warnings(of: OfRanks) -> Iterator[str]:
 
 @dataclass(frozen=True)
 class _Describing:
-    """`self(ranks)`: the model as one of `ranks` has it."""
+    """A callable: `self(ranks)` describes the model as one of `ranks` holds it."""
 
     folder: Path
     config: Mapping[str, Any]
@@ -215,7 +217,7 @@ class _Describing:
     progress: Callable[[str], None]
 
     def __call__(self, ranks: int) -> OfRanks:
-        """By the checkpoint's own files, or by transformers where they leave something in doubt."""
+        """Describe the model by the checkpoint's own files if possible, else by transformers."""
         if ranks == 1:
             try:
                 whole = stored.describe(self.folder, self.config, by_shape=self.by_shape)
@@ -243,7 +245,10 @@ class _Describing:
         return self._as_stored(measured.describe(self.folder, self.dtype, ranks), plain)
 
     def _as_stored(self, found: Described, plain: Mapping[str, bool]) -> Described:
-        """With what its configuration, and its `plain` weights, say of those in fewer bits."""
+        """`found` with the forms of quantised weights, and notes on doubts.
+
+        `plain`: name of a weight -> whether it is stored plain, if its tensors are at hand.
+        """
         config = self.config
         rules = left_plain(config, plain), left_plain_experts(config, plain)
         doubts = doubts_of(config, has_experts=bool(found.experts))

@@ -1,4 +1,4 @@
-"""Keep the libraries' own reports off the screen: what matters is one sentence of ours."""
+"""Silence reports of libraries, so that the user sees only kvgraph's own error message."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def quiet_loggers(*names: str) -> Iterator[None]:
-    """No record of these loggers is shown, whatever its level."""
+    """Silence these loggers at all levels while this context is active."""
     loggers = [logging.getLogger(name) for name in names]
     levels = [logger.level for logger in loggers]
     for logger in loggers:

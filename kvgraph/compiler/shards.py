@@ -1,6 +1,6 @@
-"""Where a checkpoint's tensors are: from the headers of its safetensors, or from their index alone.
+"""Find a checkpoint's tensors by the headers of its safetensors, or by their index only.
 
-Knows no framework: what is planned on a deployment machine is read here.
+This module imports no framework, because plans are made on deployment machines too.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from kvgraph.errors import ModelError
 
 WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 INDEXES = (INDEX, "pytorch_model.bin.index.json")
-"""Files that name others; transformers reads the second where there are no safetensors."""
+"""Files with an index of shards; transformers reads the second if there are no safetensors."""
 PICKLED = "pytorch_model.bin"
 
 
 @dataclass(frozen=True)
 class Stored:
-    """One tensor of a shard: its elements start at byte `offset` of the file."""
+    """A tensor of a shard. Its elements start at byte `offset` of the file `path`."""
 
     path: Path
     name: str
@@ -32,23 +32,24 @@ class Stored:
 
 @dataclass(frozen=True)
 class Index:
-    """What an index says of a checkpoint: the shard of each tensor, and the bytes of all."""
+    """The content of an index file: the shard of each tensor, and the bytes of all tensors (None:
+    not given)."""
 
     shards: dict[str, str]
     total_size: int | None
 
 
 def stored_tensors(folder: Path) -> dict[str, Stored]:
-    """Every tensor of the checkpoint in `folder`; empty where it has no safetensors.
+    """All tensors of the checkpoint in `folder` by name; empty if it has no safetensors.
 
-    Headers only. ModelError for a shard that is missing, truncated or damaged.
+    Only headers are read. ModelError: a shard is missing, truncated or damaged.
     """
     paths = shard_paths(folder)
     return {stored.name: stored for path in paths for stored in _read_header(path)}
 
 
 def shard_paths(folder: Path) -> list[Path]:
-    """The files that hold a checkpoint's safetensors, whether they are there or not."""
+    """Paths of a checkpoint's safetensors files; those that an index names may be missing."""
     if (folder / WHOLE).is_file():
         return [folder / WHOLE]
     index = read_index(folder)
@@ -56,8 +57,8 @@ def shard_paths(folder: Path) -> list[Path]:
 
 
 def require_known_names(folder: Path) -> None:
-    """ModelError where the only weights in `folder` are safetensors that nothing names, such as
-    AutoGPTQ's `gptq_model-4bit-128g.safetensors`."""
+    """Raise ModelError if the only weights in `folder` are safetensors without a known name or an
+    index, such as AutoGPTQ's `gptq_model-4bit-128g.safetensors`."""
     if any((folder / name).is_file() for name in (WHOLE, PICKLED, *INDEXES)):
         return
     found = sorted(path.name for path in folder.glob("*.safetensors") if path.is_file())
@@ -72,8 +73,10 @@ def require_known_names(folder: Path) -> None:
 
 
 def read_index(folder: Path, name: str = INDEX) -> Index | None:
-    """The index `name`; None where there is none. ModelError for a damaged one, or one that names
-    a file outside the folder."""
+    """The index file `name` of `folder`; None if it is missing.
+
+    ModelError: it is damaged, or names a file outside the folder.
+    """
     path = folder / name
     if not path.is_file():
         return None
@@ -96,8 +99,11 @@ def read_index(folder: Path, name: str = INDEX) -> Index | None:
 
 
 def _is_of(folder: Path, name: str) -> bool:
-    """Whether a file is the checkpoint's: in its folder, or in the hub's cache of which that is a
-    snapshot, whose files are links into `blobs`."""
+    """Whether `name` is a file of the checkpoint.
+
+    It lies in its folder or, if the folder is a snapshot in the hub's cache, links to a file in
+    that cache's `blobs`.
+    """
     if inside(folder, name) is not None:
         return True
     plain = len(PurePosixPath(name).parts) == 1 and name not in ("", "..")
@@ -109,9 +115,9 @@ def _read_header(path: Path) -> list[Stored]:
     from safetensors import SafetensorError, safe_open
 
     try:
-        open_regular(path).close()  # a pipe would be waited for
+        open_regular(path).close()  # refuses a pipe, on which opening would block
         with safe_open(path, framework="numpy"):
-            pass  # the header is sound, and the file as long as it says
+            pass  # it checks the header, and the file's length
         layout = read_layout(path)
     except (SafetensorError, OSError) as error:
         why = str(error).splitlines()[0]

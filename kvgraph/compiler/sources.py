@@ -1,4 +1,4 @@
-"""Where in a module's own code something happens: for errors that an author can act on."""
+"""Find the line of a module's own code that caused an error, so that its author can act on it."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in .*\n\s*(?P<
 
 
 def own_frame(stack: Iterable[FrameSummary]) -> FrameSummary | None:
-    """The innermost frame of the module's own code, in a stack from the outside in.
+    """The innermost frame of the module's own code; None if there is none.
 
-    Frames before the first one of a library are those of who compiles.
+    `stack`: frames from the outermost to the innermost. Frames before the first one of a library
+    belong to the caller of compile, and are skipped.
     """
     frames = [frame for frame in stack if Path(frame.filename).is_file()]
     inside = [i for i, frame in enumerate(frames) if frame.filename.startswith(LIBRARIES)]
@@ -32,12 +33,12 @@ def own_frame(stack: Iterable[FrameSummary]) -> FrameSummary | None:
 
 
 def line(frame: FrameSummary) -> str:
-    """`file:line: code`."""
+    """Text for a frame: `file:line: code`."""
     return f"{frame.filename}:{frame.lineno}: {frame.line}"
 
 
 def place(node: Node) -> str:
-    """A node's operator, its module, and the line of the module's code that calls it."""
+    """Text for a node: its operator, its module, and the line of code that calls it."""
     modules = list((node.meta.get("nn_module_stack") or {}).values())
     path, kind = modules[-1] if modules else ("", "")
     name = getattr(kind, "__name__", str(kind).rpartition(".")[2])

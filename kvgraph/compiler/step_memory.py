@@ -1,8 +1,8 @@
-"""What a step asks for: the largest tensor of a program at a number of new tokens, and experts'
-weights that are gathered for each token.
+"""Warn of large memory in a step: a program's largest tensor, and experts' weights that are copied
+for each token.
 
-The latter is how transformers computes a mixture of experts, and what is left of it where
-the target's pass found no match: a step of 2,048 tokens then has such weights 2,048 times.
+transformers computes a mixture of experts with such copies. They are left if the target's pass did
+not match: a step of 2,048 tokens then has these weights 2,048 times.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ STEP = {
     BATCH_SIZE: DEFAULT_BATCH_SIZE,
     NUM_LOGITS: DEFAULT_BATCH_SIZE,
 }
-"""Largest sizes of a step of an engine with default settings."""
+"""The step for which sizes are computed: the largest one of an engine with default settings."""
 
 PASSES = ("pack_experts", "fuse_experts")
-"""That make one op of a mixture."""
+"""Passes that replace a mixture of experts by one op."""
 
 LARGE = 4 << 30
-"""Bytes of one tensor that a user should know of."""
+"""Bytes from which a single tensor is reported to the user."""
 
 
 def notes_of(
     program: ExportedProgram, signature: GraphSignature, passes: Iterable[PassReport] = ()
 ) -> list[str]:
-    """Sentences of `program` behind `passes`: where experts are gathered, and where one tensor of
-    such a step is LARGE."""
+    """Notes on `program` after `passes`: on experts' weights that are copied for each token, and on
+    a LARGE tensor."""
     found = list(sizes(program, signature))
     notes = []
     if gathered := [each for each in found if _is_gathered(each.node)]:
@@ -65,14 +65,14 @@ def notes_of(
 
 @dataclass(frozen=True)
 class Size:
-    """Bytes of what `node` makes in a step of STEP."""
+    """Bytes of the result of `node` in a step of size STEP."""
 
     nbytes: int
     node: Node
 
 
 def _is_gathered(node: Node) -> bool:
-    """Whether it copies rows of stacked matrices of the model."""
+    """Whether `node` copies matrices of a stacked weight of the model."""
     import torch
 
     source = node.args[0] if node.args else None
@@ -89,7 +89,7 @@ def _nbytes(node: Node) -> int:
 
 
 def sizes(program: ExportedProgram, signature: GraphSignature) -> Iterator[Size]:
-    """Of each value whose extents follow from STEP."""
+    """Sizes of the values whose shapes follow from STEP."""
     import torch
 
     own = set(program.graph_signature.user_inputs)

@@ -1,4 +1,4 @@
-"""Threads that read, round and pack weights, while those before them are written."""
+"""Threads that read, round and pack weights ahead of the thread that writes them."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from typing import TypeVar
 from kvgraph.contract.devices import processors
 
 MOST = 8
-"""One thread writes, and takes no more than so many make."""
+"""Most threads: more would pack faster than one thread can write."""
 
 Result = TypeVar("Result")
 
 
 def in_order(calls: Iterable[Callable[[], Result]]) -> Iterator[Result]:
-    """Results of `calls`, in their order; a call for each thread runs before its result is taken.
+    """Yield the results of `calls` in order, with calls run ahead on threads.
 
-    A call makes no calls of its own.
+    At most one more call than there are threads is pending. A call must not use this function.
     """
     threads, ahead = _threads()
     begun: deque[Future[Result]] = deque()
@@ -38,4 +38,4 @@ def _threads() -> tuple[ThreadPoolExecutor, int]:
     return ThreadPoolExecutor(count, "kvgraph-pack"), count
 
 
-os.register_at_fork(after_in_child=_threads.cache_clear)  # a fork has none of them
+os.register_at_fork(after_in_child=_threads.cache_clear)  # threads do not survive a fork

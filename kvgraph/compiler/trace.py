@@ -1,4 +1,4 @@
-"""What every backend starts from: a model's program, proved and with its cache ops fused."""
+"""Trace a model to the program that every backend starts from: checked, with fused cache ops."""
 
 from __future__ import annotations
 
@@ -34,18 +34,18 @@ def trace(
     archs: Sequence[str] = (),
     dump: Callable[[str, Traced], None] | None = None,
 ) -> Traced:
-    """Export, prove that tokens meet in the cache ops alone, and fuse these.
+    """Export a model, prove that only cache ops mix tokens, and fuse the cache ops.
 
-    Afterwards each layer has one update_and_attend, with the rotary embedding in it where it fits,
-    and nothing but the caches is written in place.
-    `functional`: the buffers are outputs too, behind the logits. `archs`, `dump`: as of `Traced`.
-    UnsupportedError as the export and the passes raise it; ModelError for a weight in memory that
-    is not finite (one that is streamed is checked on its way).
+    Afterwards each layer has one update_and_attend, which includes the rotary embedding if it fits,
+    and only the caches are written in place.
+    `functional`: the buffers are outputs too, after the logits. `archs`, `dump`: see `Traced`.
+    UnsupportedError: the export or a check refuses the model. ModelError: a weight in memory is not
+    finite; weights in a checkpoint are checked when they are read.
     """
     buffers = {name for name, _ in model.module.named_buffers()}
     for name, weight in model.module.state_dict().items():
         is_real = isinstance(weight, torch.Tensor) and not isinstance(weight, FakeTensor)
-        if is_real and weight.is_floating_point():  # others: get_extra_state of a module
+        if is_real and weight.is_floating_point():  # get_extra_state may be no tensor
             require_finite(name, weight, or_infinite=name in buffers)
 
     def exported(dump: Callable[[str, Traced], None] | None) -> Traced:
@@ -75,8 +75,10 @@ def trace(
 
 
 def require_finite(name: str, weight: torch.Tensor, *, or_infinite: bool) -> None:
-    """ModelError for a weight with a NaN or an infinity, which names the first. A buffer may hold
-    infinities: a mask, or a bound."""
+    """Raise ModelError, which names the first, if a weight has a NaN or an infinity.
+
+    `or_infinite`: infinities are allowed, as in a buffer with a mask or a bound.
+    """
     wrong = weight.isnan() if or_infinite else ~weight.isfinite()
     if wrong.any():
         at = wrong.nonzero()[0].tolist()

@@ -1,4 +1,4 @@
-"""Why torch.export refused a module, in one sentence with the module's own line."""
+"""Make an error of torch.export one sentence with the line of the module that caused it."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ ONE_TOKEN = "it does not do for one token of one row what it does for more"
 SOME_SIZES = re.compile(
     r"Not all values of (\w+) = (.+) in the specified range .* satisfy the generated guard (.+)"
 )
-"""torch.export's sentence about a dim that is to be dynamic."""
+"""torch.export's message for a dim that should be dynamic, but is not for all sizes."""
 
 
 def refusal(
     model: Model, errors: Sequence[Exception], again: Callable[[], object]
 ) -> UnsupportedError:
-    """What to raise for a trace that failed with `errors`, of which the first says most.
+    """The error to raise for a trace that failed; its cause is the first of `errors`.
 
-    None: the program that came is not for a batch of one row or token. `again` traces once more, to
-    see where it fails.
+    `errors`: empty: a program was traced, but is not valid for a batch of one row or token.
+    `again`: traces once more, to find the line that fails.
     """
     error = errors[0] if errors else ValueError(ONE_TOKEN)
     found = own_frame(traceback.extract_tb(error.__traceback__)) or _guard_frame(again)
@@ -41,7 +41,7 @@ def refusal(
 
 
 def call_refused(model: Model, error: KernelError) -> UnsupportedError:
-    """What to raise where one of our ops refuses its operands: the module's own line calls it."""
+    """The error to raise if a kvgraph op refuses its operands, with the module's line."""
     found = own_frame(traceback.extract_tb(error.__traceback__))
     return UnsupportedError(f"architecture {model.architecture!r}: {error}{_at(found)}")
 
@@ -51,7 +51,7 @@ def _at(frame: FrameSummary | None) -> str:
 
 
 def _reason(error: Exception) -> str:
-    """The first line, and what a violated constraint is about: it stands in the second."""
+    """The reason in an error's message: line 1, or line 2 if constraints are violated."""
     lines = [line.strip(" -") for line in str(error).strip().splitlines() if line.strip()]
     if not lines:
         return type(error).__name__
@@ -64,8 +64,11 @@ def _reason(error: Exception) -> str:
 
 
 def _guard_frame(again: Callable[[], object]) -> FrameSummary | None:
-    """Where the module asks how large a dynamic dim is: a constraint fails after the trace. Where
-    none fails, the question whose answer is another one for a batch of one row and token."""
+    """The frame in which the module's code depends on the size of a dynamic dim; None: not found.
+
+    If the trace fails again, it is the first guard. Otherwise it is the first guard that is false
+    for a batch of one row and token.
+    """
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
     seen: list[FrameSummary] = []
@@ -87,7 +90,7 @@ def _guard_frame(again: Callable[[], object]) -> FrameSummary | None:
     with mock.patch.object(ShapeEnv, "_log_guard", note):
         try:
             again()
-        except Exception as error:  # known already: only its place was missing
+        except Exception as error:  # this error is known already; only its place is needed
             let_pass(error)
             return seen[0] if seen else None
     return ruling_out[0] if ruling_out else None

@@ -1,4 +1,4 @@
-"""A compile between its export and its files: what passes look at and change."""
+"""The state of a compile between its export and its files, which passes read and change."""
 
 from __future__ import annotations
 
@@ -30,22 +30,22 @@ class Traced:
     plan: CachePlan
     program: ExportedProgram
     digest: bytes
-    """Of the program as it was exported; 32 bytes."""
+    """The 32-byte digest of the program as it was exported."""
     passes: list[PassReport] = field(default_factory=list)
     bits: int | None = None
-    """Of packed weights (16, 8, 4 or AS_STORED); None: linear layers as the model has them."""
+    """Bits of packed weights (16, 8, 4 or AS_STORED); None: weights keep the model's dtype."""
     archs: Sequence[str] = ()
-    """That the artifact has kernels for, the same for all ranks."""
+    """GPU architectures for which the artifact has kernels; the same for all ranks."""
     onnx_model: onnx_ir.Model | None = None
-    """What a backend made of the program."""
+    """The ONNX graph that a backend made of the program; None before that."""
     onnx_proto: onnx.ModelProto | None = None
-    """The same as it is written."""
+    """The ONNX graph as the protobuf that is written; None before that."""
     dump: Callable[[str, Traced], None] | None = None
-    """Called with the name of each step that changed the graph."""
+    """Function to call after each step that changed the graph, with its name and this Traced."""
 
     @cached_property
     def weights(self) -> Weights:
-        """Where the program's parameters have their values."""
+        """The values of the program's parameters, or their sources."""
         return Weights(self.model.checkpoint)
 
     @property
@@ -60,7 +60,7 @@ class Traced:
 
     @property
     def positions(self) -> int:
-        """Of a request at most."""
+        """Most positions (tokens) of a request."""
         return self.model.max_seq_len
 
     @property
@@ -68,6 +68,6 @@ class Traced:
         return None if self.onnx_proto is None else self.onnx_proto.graph
 
     def changed(self, step: str) -> None:
-        """Dump the graph as it is after `step`, where that was asked for."""
+        """Dump the graph after `step`, if dumps were asked for."""
         if self.dump is not None:
             self.dump(step, self)

@@ -1,7 +1,7 @@
-"""Numbers of a checkpoint, read where they are used: a stored tensor, or what is made of several.
+"""Tensors of a checkpoint that are read only when used, and tensors that are made of these.
 
-`open` does what is done once, and returns a function that reads rows: half-open ranges of the first
-dim. So a tensor is written, or packed, while no more of it is in memory than its form asks for.
+`open` does the work that is needed once, and returns a function that reads rows: half-open ranges
+of the first dim. So a tensor can be written or packed with only some of its rows in memory.
 """
 
 from __future__ import annotations
@@ -25,26 +25,27 @@ from kvgraph.ops.packed import Form, least_group
 PIECE_BYTES = 16 << 20
 
 PLAIN_BITS = 16
-"""Of packed weights that are nearest to a plain checkpoint's."""
+"""Bits of the packed weights that are nearest to a plain checkpoint's."""
 
 Rows = Callable[[int, int], torch.Tensor]
-"""`rows(start, stop)`: `[stop - start, ...]`."""
+"""`rows(start, stop)` reads rows `[stop - start, ...]`."""
 
 TORCH_DTYPES = {dtype.safetensors: getattr(torch, dtype.name) for dtype in ALL}
 TORCH_DTYPES["F8_E8M0"] = torch.uint8
-"""Of safetensors' names. Exponents without numbers are bytes, whatever a file calls them."""
+"""safetensors' name of a dtype -> torch dtype. Exponents (F8_E8M0) are read as bytes."""
 
 FLOATS = frozenset(d.safetensors for d in ALL if d.kind == "float" and not d.largest)
-"""Stored numbers that are weights as they are."""
+"""safetensors' names of float dtypes that need no scale."""
 
 
 @dataclass(frozen=True)
 class Coded:
-    """Rows `[..., N, K]` as they are stored, in a `Form` that kernels take.
+    """Rows `[..., N, K]` as a checkpoint stores them, in a `Form` that kernels support.
 
-    `numbers`: of 8 bits int8; of 4, uint8 codes as `ops.packed.LEVELS` numbers them. `scales`
-    `[..., N, groups]`: float32, of E2M1 their exponents, of NVFP4 bytes of E4M3. `offsets` int8, as
-    scales are, added to each number. `factors` `[..., N, 1]`, of NVFP4: float32.
+    `numbers`: int8 or bytes of E4M3 for 8 bits; for 4 bits, uint8 codes as in `ops.packed.LEVELS`.
+    `scales`: `[..., N, groups]`, float32; exponents for E2M1, bytes of E4M3 for NVFP4.
+    `offsets`: int8 with the shape of `scales`, added to each number.
+    `factors`: `[..., N, 1]`, float32, for NVFP4.
     """
 
     numbers: torch.Tensor
@@ -53,18 +54,18 @@ class Coded:
     factors: torch.Tensor | None = None
 
     def spread(self, times: int) -> Coded:
-        """In groups of as many times fewer inputs."""
+        """The same rows with groups `times` smaller, so scales and offsets are repeated."""
         offsets = None if self.offsets is None else self.offsets.repeat_interleave(times, -1)
         scales = self.scales.repeat_interleave(times, -1)
         return Coded(self.numbers, scales, offsets, self.factors)
 
     def map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Coded:
-        """Each part changed, along dims that they share."""
+        """The result of `change` on each tensor; it must act on dims that all tensors share."""
         return replace(self, **{name: change(part) for name, part in parts_of(self)})
 
 
 def parts_of(coded: Coded) -> Iterator[tuple[str, torch.Tensor]]:
-    """Its tensors, by name."""
+    """The tensors of `coded` that are present, with their names."""
     named = ((each.name, getattr(coded, each.name)) for each in fields(coded))
     return ((name, part) for name, part in named if part is not None)
 
@@ -77,41 +78,41 @@ Part = TypeVar("Part", torch.Tensor, Coded)
 class Values(ABC):
     """A tensor of a checkpoint that is not in memory.
 
-    `where` names it in errors. `dtype` holds its numbers without another rounding.
+    `where`: its name in errors. `dtype`: a dtype that holds its values without further rounding.
     """
 
     where: str
     shape: tuple[int, ...]
     dtype: torch.dtype
     bits: int = PLAIN_BITS
-    """Of packed weights, those nearest to how it is stored."""
+    """Bits of the packed weights that are nearest to its stored form."""
     stored_bits: int = PLAIN_BITS
-    """Of a number in the checkpoint: of FP8 8, where `bits` are those of a plain one."""
+    """Bits of a number in the checkpoint: 8 for FP8, although `bits` are those of a plain one."""
     x_bits: int = 0
-    """That the checkpoint's maker rounds its inputs to, as they come; 0: they are not rounded."""
+    """Bits to which the checkpoint's maker rounds the layer's inputs at run time; 0: none."""
     is_coded_transposed: bool = False
-    """Its last two dims are inputs and outputs; those of its coded rows are outputs and inputs."""
+    """Whether its last two dims are inputs, outputs, and those of coded rows outputs, inputs."""
 
     @abstractmethod
     def open(self) -> Rows:
-        """What reads its rows; a number is one row. ModelError for a damaged file."""
+        """A function that reads rows; a scalar counts as one row. ModelError for a damaged file."""
 
     @property
     def form(self) -> Form | None:
-        """How a kernel takes it as it is stored; None: it is only read as numbers."""
+        """The stored form, if kernels support it; None: it can only be read as numbers."""
         return None
 
     def open_coded(self) -> CodedRows:
-        """What reads rows of a tensor that has a form."""
+        """A function that reads stored rows; only for a tensor with a form."""
         raise NotImplementedError(self.where)
 
     @property
     def count(self) -> int:
-        """Of rows."""
+        """Number of rows: the first extent, or 1 for a scalar."""
         return self.shape[0] if self.shape else 1
 
     def pieces(self) -> Iterator[torch.Tensor]:
-        """Its rows in order, a few at a time."""
+        """Read all rows in order, in pieces of about PIECE_BYTES."""
         rows = self.open()
         row_bytes = torch.Size(self.shape[1:]).numel() * self.dtype.itemsize
         step = max(1, PIECE_BYTES // max(1, row_bytes))
@@ -121,13 +122,15 @@ class Values(ABC):
         )
 
     def read(self) -> torch.Tensor:
-        """The whole tensor."""
+        """Read the whole tensor."""
         return self.open()(0, self.count).reshape(self.shape)
 
 
 def in_groups(source: Values, group: int) -> CodedRows:
-    """Coded rows of `source` with a scale for `group` inputs, which divide its own; 0: for those of
-    its form."""
+    """Open the stored rows of `source`, with groups of `group` inputs.
+
+    `group` must divide the group size of the source's form; 0: keep that size.
+    """
     rows, form = source.open_coded(), source.form
     assert form is not None
     times = form.group // group if group else 1
@@ -135,7 +138,7 @@ def in_groups(source: Values, group: int) -> CodedRows:
 
 
 class Plain(Values):
-    """A tensor as a shard has it, integers too."""
+    """A tensor as a shard stores it; it may hold integers."""
 
     def __init__(self, stored: Stored) -> None:
         self.stored = stored
@@ -155,7 +158,10 @@ class Plain(Values):
         return rows
 
     def _fill(self, rows: torch.Tensor, file: FileIO) -> None:
-        """A read may give less than asked for."""
+        """Fill `rows` from the file. Several reads may be needed, as each may return fewer bytes.
+
+        ModelError if the file ends too early.
+        """
         raw = rows.reshape(-1).view(torch.uint8).numpy().data
         while len(raw):
             count = file.readinto(raw)
@@ -165,7 +171,7 @@ class Plain(Values):
 
 
 class Converted(Values):
-    """A tensor that a library computes from others: `compute` gives the whole of it."""
+    """A tensor that a library computes from others; `compute` returns it whole."""
 
     def __init__(
         self,
@@ -184,7 +190,7 @@ class Converted(Values):
 
 
 class Derived(Values):
-    """What is made of another tensor, and stored as that one is."""
+    """A tensor that is made of another one, and has its stored form."""
 
     def __init__(
         self, source: Values, shape: Sequence[int] | None = None, dtype: torch.dtype | None = None
@@ -208,7 +214,8 @@ class Derived(Values):
 
 
 class Cast(Derived):
-    """Another in a dtype, whose numbers are finite in both: else ModelError as they are read."""
+    """Another tensor in a given dtype. A number that is not finite in it raises ModelError when it
+    is read."""
 
     def __init__(self, source: Values, dtype: torch.dtype) -> None:
         super().__init__(source, dtype=dtype)
@@ -225,7 +232,7 @@ class Cast(Derived):
         return cast
 
     def _require_finite(self, row: int, piece: torch.Tensor, cast: torch.Tensor) -> None:
-        # The extremes cost a fiftieth of a look at each element, and a NaN is both.
+        # aminmax takes a fiftieth of the time of a test of each element, and returns a NaN if any.
         if not cast.numel() or all(extreme.isfinite() for extreme in torch.aminmax(cast)):
             return
         at = tuple(int(i) for i in (~cast.isfinite()).nonzero()[0])
@@ -237,7 +244,7 @@ class Cast(Derived):
 
 
 class Head(Derived):
-    """The first rows of another."""
+    """The first rows of another tensor."""
 
     def __init__(self, whole: Values, count: int) -> None:
         super().__init__(whole, (count, *whole.shape[1:]))
@@ -245,8 +252,11 @@ class Head(Derived):
 
 @dataclass(frozen=True)
 class Share:
-    """The part of a tensor that a rank has: its share along `dim` of each of the `parts` that are
-    packed there, whose widths are to each other as these numbers are."""
+    """The part of a tensor that a rank has.
+
+    `dim`: the dim that is cut. `parts`: relative sizes of parts that are packed along it; the rank
+    has an equal share of each.
+    """
 
     dim: int
     parts: tuple[int, ...]
@@ -259,7 +269,7 @@ class Share:
         return torch.cat(shares, self.dim) if len(shares) > 1 else shares[0]
 
     def rows(self, count: int) -> list[tuple[int, int]]:
-        """Half-open ranges of the rows of `count` that hold it."""
+        """Half-open ranges of the share along a dim of extent `count`, one for each part."""
         unit, start, spans = count // sum(self.parts), 0, []
         for part in self.parts:
             own = part * unit // self.ranks
@@ -269,7 +279,7 @@ class Share:
 
 
 class Cut(Derived):
-    """A rank's share of another."""
+    """A rank's share of another tensor."""
 
     def __init__(self, whole: Values, share: Share) -> None:
         shape = list(whole.shape)
@@ -283,7 +293,8 @@ class Cut(Derived):
 
     @property
     def form(self) -> Form | None:
-        """None where a share of the inputs ends within every group that kernels have."""
+        """The stored form; None if the inputs are cut and no group size of kernels divides the
+        share."""
         form = self._source.form
         if form is None or not self._cuts_inputs or not form.group:
             return form
@@ -297,7 +308,7 @@ class Cut(Derived):
 
     @property
     def _coded_dim(self) -> int:
-        """Of the share, in coded rows."""
+        """The dim that is cut, in coded rows."""
         dim, last = self._share.dim, len(self.shape) - 1
         return 2 * last - 1 - dim if self.is_coded_transposed and dim >= last - 1 else dim
 
@@ -309,7 +320,7 @@ class Cut(Derived):
         is_input = self._cuts_inputs
 
         def cut(found: Coded) -> Coded:
-            if is_input and not form.group:  # a scale that all have
+            if is_input and not form.group:  # all inputs of a row share one scale
                 return replace(found, numbers=share.of(found.numbers))
             of_groups = found.spread(times)
             if is_input and found.factors is not None:
@@ -327,7 +338,10 @@ def _rows_of(
     cut: Callable[[Part], Part],
     join: Callable[[list[Part]], Part],
 ) -> Callable[[int, int], Part]:
-    """What reads rows of a share of `count` rows: `cut` of each, or those that are its own."""
+    """A function that reads rows of a share of a tensor with `count` rows.
+
+    If rows are cut (dim 0), it joins the share's own rows; else it calls `cut` on all rows read.
+    """
     if share.dim:
         return lambda start, stop: cut(rows(start, stop))
     own = share.rows(count)
@@ -335,13 +349,13 @@ def _rows_of(
 
 
 def joined(parts: Sequence[Coded]) -> Coded:
-    """Rows behind each other."""
+    """Join coded rows along the first dim."""
     names = [name for name, _ in parts_of(parts[0])]
     return Coded(**{name: torch.cat([getattr(part, name) for part in parts]) for name in names})
 
 
 def _within(spans: Sequence[tuple[int, int]], start: int, stop: int) -> Iterator[tuple[int, int]]:
-    """The parts of `spans`, one behind the other, that are numbers `start` to `stop` of all."""
+    """The subranges that hold entries `start` to `stop` of the concatenated `spans`."""
     at = 0
     for first, end in spans:
         low, high = max(start - at, 0), min(stop - at, end - first)

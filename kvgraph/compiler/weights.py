@@ -1,7 +1,7 @@
 """Weights of a program under compile: in memory, in a checkpoint, or made from these when written.
 
-Decision: passes decide what a weight becomes, and its numbers are read and packed while the file
-is written. So a compile has one layer's weights in memory at a time, of a model of any size.
+Decision: passes decide what a weight becomes. Its numbers are read and packed only while the file
+is written. So a compile has one layer's weights in memory at a time, for a model of any size.
 """
 
 from __future__ import annotations
@@ -22,38 +22,41 @@ from kvgraph.contract.dtypes import AS_STORED, WEIGHT_BITS
 from kvgraph.ops.packed import Form, least_group
 
 NAMES = {bits: name for name, bits in WEIGHT_BITS.items()}
-"""Of packed weights, by bits."""
+"""Bits of packed weights -> name for the user."""
 
 Piece = tuple[str, torch.Tensor]
-"""A parameter's name and rows of it that follow those of the pieces before."""
+"""A parameter's name, and its next rows after those of earlier pieces."""
 
 Make = Callable[[], Iterable[Piece]]
 
 
 @dataclass
 class Weights:
-    """Where the values of a program's parameters are, by its names for them."""
+    """Sources of the values of a program's parameters, by the program's names."""
 
     checkpoint: Checkpoint | None = None
     made: dict[str, Make] = field(default_factory=dict)
-    """Name -> what makes it, perhaps with others."""
+    """Name of a parameter -> function that makes it, perhaps together with others."""
     placeholders: dict[Hashable, dict[str, Node]] = field(default_factory=dict)
-    """What a layer is packed of -> operands of its node, since a model may call it again."""
+    """Key of a packed weight's content -> operands of its node, for a layer that is called again.
+    """
     rounded: defaultdict[int, set[str]] = field(default_factory=lambda: defaultdict(set))
-    """Layers that were to be kept as they are stored, and have no such form: bits -> where they
-    are."""
+    """Bits -> `where` of layers that are rounded to them, as they could not be kept as stored."""
 
     widened: set[str] = field(default_factory=set)
-    """Layers stored in FP8 that were to be kept so, and have no such form."""
+    """`where` of layers stored in FP8 that could not be kept so, and are widened."""
     inputs_rounded: set[str] = field(default_factory=set)
-    """Where layers are whose inputs are rounded to 8 bits too."""
+    """`where` of layers with inputs that are rounded to 8 bits too."""
 
     plain: str = NAMES[PLAIN_BITS]
-    """What layers of PLAIN_BITS have."""
+    """Name, for notes, of the dtype of layers with PLAIN_BITS."""
 
     def values(self, name: str, tensor: torch.Tensor, dtype: torch.dtype | None = None) -> Values:
-        """Of a parameter that is `tensor` in the program, in its dtype. What is rounded to fewer
-        bits is asked for in another `dtype`, so that a checkpoint's numbers are rounded once."""
+        """The source of parameter `name`, which is `tensor` in the program.
+
+        `dtype`: dtype in which a checkpoint's numbers are read; None: that of `tensor`. To round
+        them to fewer bits, ask for a wider dtype, so that they are rounded only once.
+        """
         if isinstance(tensor, FakeTensor):
             assert self.checkpoint is not None, (
                 "a program without weights comes with where they are"
@@ -70,10 +73,11 @@ class Weights:
         can_keep: bool = True,
         takes: Callable[[Form], bool] = lambda form: True,
     ) -> tuple[Form, bool]:
-        """How layers that become one node are packed, and whether as they are stored, in a form
-        that the target's kernels take.
+        """The form in which layers that become one node are packed, and whether it is as stored.
 
-        `bits` AS_STORED: in one form that holds all of theirs, else in the bits nearest to theirs.
+        `bits`: bits of the form. AS_STORED: one stored form that fits all layers or, if there is
+        none, the bits nearest to their forms.
+        `can_keep`: whether stored forms may be used. `takes`: whether kernels support a form.
         """
         if bits != AS_STORED:
             return Form(bits), False
@@ -95,13 +99,13 @@ class Weights:
         return Form(nearest), False
 
     def note_widened(self, sources: Iterable[Values]) -> None:
-        """These have no form."""
+        """Record the layers of `sources` that are stored in FP8 and are widened."""
         self.widened |= {
             each.where for each in sources if each.stored_bits < PLAIN_BITS <= each.bits
         }
 
     def notes(self) -> list[str]:
-        """A sentence for each number of bits that layers were rounded to, and of their inputs."""
+        """Notes for the manifest on layers that were rounded or widened, and on rounded inputs."""
         names = NAMES | {PLAIN_BITS: self.plain}
         notes = [
             f"weights: {len(layers)} of the layers that the checkpoint has in fewer bits are "
@@ -123,17 +127,17 @@ class Weights:
         return notes
 
     def later(self, names: Iterable[str], make: Make) -> None:
-        """`make` gives all of `names`, when they are written."""
+        """Register `make`, which yields all of `names` when they are written."""
         self.made |= dict.fromkeys(names, make)
 
     def has(self, name: str) -> bool:
-        """Whether its values are elsewhere than in the program."""
+        """Whether the values of parameter `name` are not in the program but made or read here."""
         return name in self.made or (self.checkpoint is not None and self.checkpoint.has(name))
 
     def pieces(self, wanted: Mapping[str, torch.dtype]) -> Iterator[Piece]:
-        """Of every parameter in `wanted`, in its dtype; those that are made together come together.
+        """Yield the pieces of every parameter in `wanted` (name -> dtype).
 
-        ModelError for a number that is not finite.
+        Parameters that are made together come together. ModelError for a number that is not finite.
         """
         done: set[int] = set()
         for name, dtype in wanted.items():
@@ -146,12 +150,12 @@ class Weights:
                 yield from (each for each in self.made[name]() if each[0] in wanted)
 
     def read(self, name: str, dtype: torch.dtype, shape: Iterable[int]) -> torch.Tensor:
-        """One parameter whole."""
+        """Read or make one whole parameter."""
         parts = [piece.reshape(-1) for _, piece in self.pieces({name: dtype})]
         return torch.cat(parts).reshape(tuple(shape))
 
     def fill(self, program: ExportedProgram) -> None:
-        """Give a program's fake parameters their values."""
+        """Replace a program's fake parameters by real ones with their values."""
         fakes = {
             name: tensor
             for name, tensor in program.state_dict.items()

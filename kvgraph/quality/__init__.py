@@ -1,6 +1,6 @@
-"""What a compile costs in quality: an artifact and its checkpoint, on the same held-out text.
+"""Measure the quality that a compile loses: score an artifact and its checkpoint on the same text.
 
-It needs both banks, compiler and runtime, so it stands above them.
+It needs both the compiler and the runtime, so it stands above them.
 """
 
 from __future__ import annotations
@@ -29,12 +29,13 @@ def measure(
 ) -> QualityInfo:
     """Compare the artifact `folder` with its Hugging Face checkpoint `source` in float32.
 
-    `text` is a UTF-8 file (default: the held-out text of the package); its first `most_tokens`
-    tokens are predicted, teacher-forced, in windows of 512. The checkpoint is in memory first and
-    alone, then the session: never both. Nothing is written (see `record`).
+    `text`: a UTF-8 file; default: the held-out text of the package. Its first `most_tokens` tokens
+    are predicted, teacher-forced, in windows of 512. The checkpoint is scored first and freed
+    before the session opens, so both are never in memory together. Nothing is written (see
+    `record`).
 
-    ModelError: no tokenizer.json or no weights in `source`. ArtifactError: one that this machine
-    cannot run, or whose logits are not finite. RequestError: a text too short, or not UTF-8.
+    ModelError: `source` has no tokenizer.json or no weights. ArtifactError: this machine cannot run
+    the artifact, or its logits are not finite. RequestError: the text is too short, or not UTF-8.
     """
     from kvgraph.compiler.frontends.gguf import as_folder
     from kvgraph.quality.artifact import score_artifact
@@ -59,7 +60,7 @@ def measure(
 def record(folder: Path, measured: Manifest, quality: QualityInfo) -> Manifest:
     """Write `quality` into the artifact's manifest, which appears whole or not at all.
 
-    ArtifactError, with nothing written, where `folder` no longer has the artifact of `measured`.
+    ArtifactError, with nothing written: `folder` no longer has the artifact of manifest `measured`.
     """
     manifest = replace(read_measured(folder, measured), quality=quality)
     write_manifest(folder, manifest)

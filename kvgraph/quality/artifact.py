@@ -1,4 +1,4 @@
-"""The artifact's scores of a text, through session and cache."""
+"""Score a text with an artifact, through its session and cache."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvgraph.runtime.artifact import Artifact
 from kvgraph.runtime.engine import Engine
 
 CHUNK_TOKENS = 128
-"""Tokens of a step: fewer than a window's, so that most of the context is read from the pool."""
+"""Tokens of a step. They are fewer than a window's, so most of the context comes from the pool."""
 
 
 def score_artifact(
@@ -23,9 +23,10 @@ def score_artifact(
     session: str | None = None,
     num_threads: int | None = None,
 ) -> Scores:
-    """How likely the artifact finds each token of each window, one request each, after the first.
+    """Scores of each token after the first of each window; a window is one request.
 
-    The session is the backend's default one; the pool is allocated here and gone with the return.
+    `session`: name of the session; default: the backend's default one. The pool is allocated here,
+    and freed before the return.
     """
     total = sum(map(len, windows)) - len(windows)
     with (
@@ -35,7 +36,7 @@ def score_artifact(
             num_threads=num_threads,
             max_batch_size=1,
             max_batch_tokens=CHUNK_TOKENS,
-            enable_prefix_caching=False,  # a hit would have no logits
+            enable_prefix_caching=False,  # tokens of a prefix hit would get no logits
         ) as engine,
         task("scoring", total, "tokens") as advance,
     ):

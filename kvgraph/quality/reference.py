@@ -1,8 +1,8 @@
-"""The checkpoint's scores of a text, in float32 by transformers' own attention and experts.
+"""Score a text with a checkpoint, in float32 by transformers' own attention and experts.
 
-Of what was compiled it shares how weights are read, and no operator. They are in memory one module
-at a time where the checkpoint allows it, so windows of one length run together: each run reads all
-of them.
+It shares the reading of weights with compile, but no operator. If the checkpoint allows it, weights
+are in memory one module at a time. Each run reads all weights, so several windows of one length run
+together.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ WINDOWS_AT_ONCE = 4
 
 
 def score_reference(source: Path, windows: Windows, max_seq_len: int | None = None) -> Scores:
-    """The checkpoint's scores in float32, as it is compiled for `max_seq_len`.
+    """Scores of the checkpoint in float32, with rotary frequencies for contexts of `max_seq_len`.
 
-    What is in memory is gone with the return.
+    All memory is freed before the return.
     """
     import torch
 

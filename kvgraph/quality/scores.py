@@ -1,4 +1,4 @@
-"""How well logits predict a text: what compile and deployment compare an artifact by.
+"""Score how well logits predict a text, to compare an artifact with its checkpoint.
 
 N: positions that have a next token; V: vocabulary.
 """
@@ -16,15 +16,15 @@ from kvgraph.contract.manifest import QualityInfo
 from kvgraph.errors import ArtifactError
 
 WORST_NATS = 700.0
-"""A mean loss beyond it counts as this one: its perplexity is no float64."""
+"""Largest mean loss, in nats. A larger one is cut to it, as float64 cannot hold its perplexity."""
 
 BLOCK_ROWS = 64
-"""Rows of logits that are looked at together, so that a copy of them stays small."""
+"""Rows of logits that are scored together, so that temporary copies stay small."""
 
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """Of each position: -ln of the true next token's probability, and the likeliest token."""
+    """Scores by position: -ln of the true next token's probability, and the most likely token."""
 
     nats: npt.NDArray[np.float64]
     best: npt.NDArray[np.int64]
@@ -35,7 +35,7 @@ class Scores:
 
 
 def score(logits_NV: npt.NDArray[np.float32], next_N: npt.NDArray[np.integer]) -> Scores:
-    """Scores of logits against the tokens that did come next; ArtifactError for a NaN or Inf."""
+    """Scores of logits against the true next tokens. ArtifactError for a NaN or Inf."""
     nats_N = np.empty(len(next_N))
     for start in range(0, len(next_N), BLOCK_ROWS):
         block_NV = logits_NV[start : start + BLOCK_ROWS]
@@ -49,7 +49,7 @@ def score(logits_NV: npt.NDArray[np.float32], next_N: npt.NDArray[np.integer]) -
 
 
 def joined(parts: Sequence[Scores]) -> Scores:
-    """The positions of all parts, in order."""
+    """Join the scores of several parts, in order."""
     return Scores(
         np.concatenate([part.nats for part in parts]),
         np.concatenate([part.best for part in parts]),
@@ -57,7 +57,7 @@ def joined(parts: Sequence[Scores]) -> Scores:
 
 
 def compare(scores: Scores, reference: Scores, *, text: str, sha256: str) -> QualityInfo:
-    """The manifest's figures for two scores of the same positions, rounded to six digits."""
+    """The manifest's quality figures, rounded to six digits, from two scores of the same text."""
     return QualityInfo(
         text=text,
         sha256=sha256,

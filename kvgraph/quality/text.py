@@ -1,8 +1,8 @@
-"""The text that quality is measured on, and the windows that it is cut into.
+"""Read the text on which quality is measured, and cut it into windows.
 
-Decision: the text is read from Python's own language reference, as examples/tiny-llama was trained
-on it; nothing is copied or downloaded. It differs from one Python to the next, so its name and hash
-stand with every figure.
+Decision: the default text is Python's own language reference, because examples/tiny-llama was
+trained on it; nothing is copied or downloaded. It differs between versions of Python, so every
+figure comes with the text's name and hash.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from kvgraph.errors import MissingDependencyError, ModelError, RequestError
 
 HELD_SHARE = 0.05
 WINDOW_TOKENS = 512
-"""Context of a score: the text is cut into pieces of this length, each a request of its own."""
+"""Tokens of a window. The text is cut into windows of this length, and each is one request."""
 
 Windows = Sequence[npt.NDArray[np.int32]]
 
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """A text to score, its name in the manifest, and the SHA-256 of its UTF-8 bytes."""
+    """A text to score, its name in the manifest, and the SHA-256 (hex) of its UTF-8 bytes."""
 
     name: str
     content: str
@@ -40,9 +40,10 @@ class Text:
 
 
 def read_text(path: Path | None) -> Text:
-    """The text of a UTF-8 file, or the held-out text where no path is given.
+    """The text of a UTF-8 file, or the held-out text if `path` is None.
 
-    In its name U+FFFD stands for what a manifest does not hold.
+    In its name, U+FFFD replaces characters that a manifest cannot hold.
+    RequestError: the file is not UTF-8.
     """
     if path is None:
         return held_out_text()
@@ -54,9 +55,9 @@ def read_text(path: Path | None) -> Text:
 
 
 def held_out_text() -> Text:
-    """The last paragraphs of each topic of Python's reference: what tiny-llama was not trained on.
+    """The last paragraphs of each topic of Python's reference, on which tiny-llama was not trained.
 
-    A paragraph counts where it is first seen, longest topic first, since topics quote each other.
+    Topics quote each other, so a paragraph counts only in the first topic with it, longest first.
     """
     try:
         from pydoc_data.topics import topics
@@ -75,17 +76,18 @@ def held_out_text() -> Text:
 
 
 def cut_windows(text: Text, source: Path, bos: int | None, length: int, most: int) -> Windows:
-    """At most `most` tokens to predict, in windows of `length`, each behind the `bos` token.
+    """Cut a text into windows of `length` tokens, with at most `most` tokens to predict in all.
 
-    ModelError: `source` has no tokenizer.json. RequestError: a text of fewer than two tokens, or a
-    model of one.
+    `bos`: token at the start of each window; None: none. `source`: folder with tokenizer.json.
+    ModelError: there is no tokenizer.json. RequestError: the text, or the model's context, has
+    fewer than two tokens.
     """
     if length < 2:
         raise RequestError(f"quality: expected a model of at least 2 tokens, got one of {length}")
     tokens = _tokenize(text, source)
     start = [] if bos is None else [bos]
     step = length - len(start)
-    # Without a first token of its own a window cannot predict its first.
+    # Without a BOS token, a window's first text token cannot be predicted.
     given = tokens[: most if start else most + -(-most // (step - 1))]
     windows = [
         np.array(start + given[at : at + step], np.int32) for at in range(0, len(given), step)

@@ -1,4 +1,4 @@
-"""`kvgraph compile --from-artifact`: an engine from an artifact, on the machine that runs it."""
+"""`kvgraph compile --from-artifact`: build an artifact's engine on the machine that will run it."""
 
 from kvgraph.rebuild.artifact import rebuild
 

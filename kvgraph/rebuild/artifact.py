@@ -1,9 +1,8 @@
-"""An engine from an artifact: the same graph, weights and plugins, built on this machine.
+"""Build an engine from an artifact's graph, weights and plugins on this machine.
 
-Of backend tensorrt for a machine whose TensorRT is another than the one that compiled, and of
-backend torch-tensorrt, whose artifacts have none: an enterprise TensorRT builds for the GPU of its
-machine. Thin on purpose: everything but the engine and, for other architectures, the kernels is
-copied.
+It is for artifacts of backend tensorrt, if this machine has another TensorRT than the compiling
+one, and of backend torch-tensorrt, which have no engine: an enterprise TensorRT builds for the GPU
+of its own machine. All files are copied, except the engine and, for other architectures, kernels.
 """
 
 from __future__ import annotations
@@ -53,11 +52,10 @@ def rebuild(
 ) -> Manifest:
     """Write an artifact like `artifact` into `out`, with an engine of this machine's TensorRT.
 
-    The engine has the profiles of the artifact's.
-
-    `target` None: that of this machine's GPU for an enterprise TensorRT, else the artifact's. `out`
-    appears whole or not at all. ArtifactError where `artifact` is damaged or not for TensorRT,
-    MissingDependencyError where nothing here builds engines.
+    The engine has the profiles of the artifact's engine. `out` appears whole or not at all.
+    `target`: default: this machine's GPU for an enterprise TensorRT, else the artifact's target.
+    ArtifactError: `artifact` is damaged or not for TensorRT. MissingDependencyError: no TensorRT is
+    installed to build with.
     """
     folder, out = as_path("artifact", artifact), as_path("out", out)
     settle_leftovers(out)
@@ -119,7 +117,7 @@ def _torch_version() -> str:
 def _torch_engine(
     folder: Path, made: Path, archs: Sequence[str], manifest: Manifest, old: EngineInfo
 ) -> EngineInfo:
-    """Of one profile; in the folder `made`, whose kernels it takes."""
+    """Build a torch-tensorrt engine with one profile in the folder `made`, with its kernels."""
     from kvgraph.rebuild.torch_engine import TorchRequest, TorchResult
 
     profile = old.profiles[-1]
@@ -136,7 +134,10 @@ def _torch_engine(
 
 
 def _module() -> str:
-    """What builds engines here: an enterprise TensorRT before TensorRT-RTX."""
+    """Name of the installed TensorRT module: an enterprise TensorRT, else TensorRT-RTX.
+
+    MissingDependencyError if there is none.
+    """
     for name in (ENTERPRISE, RTX):
         if importlib.util.find_spec(name) is not None:
             return name
@@ -147,7 +148,7 @@ def _module() -> str:
 
 
 def _archs(module: str, target: str | None, manifest: Manifest) -> tuple[str, ...]:
-    """Architectures of the engine: what was asked for, this machine's, or the artifact's."""
+    """Architectures of the engine: those of `target`, of this machine's GPU, or of the artifact."""
     from kvgraph.compiler.targets.tensorrt.lower import kernel_archs
 
     if module in (ENTERPRISE, BY_TORCH):
@@ -175,7 +176,7 @@ def _copy(folder: Path, made: Path, manifest: Manifest) -> None:
 
 
 def _provide_kernels(folder: Path, archs: Sequence[str], dtype: str, progress: Progress) -> None:
-    """Keep the artifact's kernels if they are for `archs`, else compile those, with Triton."""
+    """Keep the artifact's kernels if they are for `archs`; else compile kernels with Triton."""
     from kvgraph.compiler.targets.tensorrt import lower
     from kvgraph.compiler.targets.tensorrt.build import KERNELS_NAME
 

@@ -1,8 +1,8 @@
-"""The process that builds an engine of a `torch-tensorrt` artifact, by this machine's
+"""The process that builds the engine of a `torch-tensorrt` artifact with this machine's
 torch-tensorrt: `python -m` this module, with a file as argument.
 
-The program of the artifact gets its weights, its plugins the kernels that the artifact has, and
-TensorRT's session runs the engine: torch-tensorrt is not needed any more.
+The program gets its weights, and the plugins get kernels from the artifact. TensorRT's session runs
+the engine, so torch-tensorrt is not needed afterwards.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TorchRequest:
-    """What to build of the folder `artifact`, with those `kernels`. `profile`: input -> (min, opt,
-    max) shapes."""
+    """The engine to build. `artifact`, `kernels`: folders. `engine`: file to write. `profile`: name
+    of an input -> (min, opt, max) shapes."""
 
     artifact: str
     kernels: str
@@ -40,8 +40,8 @@ class TorchRequest:
 
 @dataclass(frozen=True)
 class TorchResult:
-    """What was built: the TensorRT that did, and its names of the signature's inputs and outputs
-    (buffers are written in place)."""
+    """The engine that was built: TensorRT's module and version, and its names of the signature's
+    inputs and of the logits. Buffers are no outputs, because they are written in place."""
 
     module: str
     version: str
@@ -53,7 +53,7 @@ def main(path: str) -> int:
 
 
 def build(request: TorchRequest) -> TorchResult:
-    """Write the engine. UnsupportedError with what torch-tensorrt said."""
+    """Build and write the engine. UnsupportedError with torch-tensorrt's message."""
     import torch
 
     from kvgraph.compiler.export import lowering
@@ -108,7 +108,10 @@ def build(request: TorchRequest) -> TorchResult:
 
 
 def kernels_of(folder: Path) -> Kernels:
-    """Those of an artifact's `kernels/`, by what they are compiled for."""
+    """Compiled kernels in an artifact's `kernels/` folder, by the shape they are compiled for.
+
+    ArtifactError for a damaged file.
+    """
     from kvgraph.compiler.targets.tensorrt.lower import shape_of
 
     path = folder / KERNELS_NAME
@@ -131,14 +134,19 @@ def kernels_of(folder: Path) -> Kernels:
 
 
 def names_of(program: ExportedProgram, inputs: Sequence[str]) -> dict[str, str]:
-    """torch-tensorrt calls inputs as the program does, and numbers outputs."""
+    """The signature's name -> the engine's name, of each input and of the logits.
+
+    torch-tensorrt names inputs as the program does, and numbers outputs.
+    """
     own = program.graph_signature.user_inputs
     return {**dict(zip(inputs, map(str, own), strict=True)), "logits": "output0"}
 
 
 def forget_derived_ranges(program: ExportedProgram) -> None:
-    """A file's ranges of sums, such as batch + 1 offsets: torch's passes expect plain symbols
-    (torch 2.13)."""
+    """Remove ranges of sums, such as batch + 1 offsets, that a loaded program has.
+
+    torch's passes expect ranges of plain symbols only (torch 2.13).
+    """
     import sympy  # type: ignore[import-untyped]
     from torch._export.utils import _get_shape_env_from_gm
 

@@ -1,1 +1,1 @@
-"""Does what was compiled compute what the model computes? Two ragged rows, in chunks."""
+"""The check of a compile: run two ragged rows in chunks, and compare with the model's logits."""

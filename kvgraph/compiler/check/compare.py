@@ -1,7 +1,7 @@
-"""How far logits may be from those of the model: by the precision that was asked for.
+"""Compare logits with the model's, within a tolerance that depends on the precision.
 
 The error of a token is `|found - expected| / |expected - mean(expected)|` over its logits. The
-limits were read off the architectures that are right (`docs/results/check.md`): several times their
+limits come from measurements on correct compiles (`docs/results/check.md`): several times their
 largest error, and far below that of a lost window or a wrong scale, which is about 1.
 """
 
@@ -20,7 +20,8 @@ Tokens = npt.NDArray[np.int32]
 class Tolerance(NamedTuple):
     """The largest error of a token, and the share of tokens that must keep to it.
 
-    Of packed weights a few tokens may not: a router that decides otherwise changes all of a token.
+    With packed weights a few tokens may exceed it: if a router chooses another expert, all logits
+    of that token change.
     """
 
     error: float
@@ -42,13 +43,14 @@ ROUNDED = {
 
 
 def tolerance(kinds: Sequence[str]) -> Tolerance:
-    """Of a model whose activations, weights and pools are of these kinds: that of the coarsest."""
+    """The tolerance for a model with activations, weights and pools of these kinds: the widest of
+    them."""
     found = [ROUNDED[kind] for kind in kinds]
     return Tolerance(max(t.error for t in found), min(t.share for t in found))
 
 
 class Difference(NamedTuple):
-    """`error`: the one that `share` of the tokens keep to."""
+    """The error that `tolerance.share` of the tokens keep to, and the tolerance it is held to."""
 
     error: float
     tolerance: Tolerance
@@ -61,8 +63,11 @@ class Difference(NamedTuple):
 def difference(
     found: Sequence[Logits], expected: Sequence[Logits], allowed: Tolerance
 ) -> Difference:
-    """Over all tokens of all rows. Logits that are not finite differ by infinity, unless both are
-    the same infinity: a mask of the vocabulary."""
+    """The difference over all tokens of all rows.
+
+    Logits that are not finite differ by infinity. Logits that are the same infinity in both, as
+    with a mask over the vocabulary, are left out.
+    """
     pairs = zip(found, expected, strict=True)
     errors = np.sort(np.concatenate([errors_of(ours, theirs) for ours, theirs in pairs]))
     at = int(np.ceil(allowed.share * len(errors))) - 1

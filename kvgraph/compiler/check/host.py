@@ -1,4 +1,4 @@
-"""torch callables over a cache in host memory: a module, or an exported program."""
+"""Run a torch callable (a module or an exported program) over a cache in host memory."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ def logits_of(
     *,
     chunk: Chunk,
 ) -> list[Logits]:
-    """Logits of every token of each row, `[len(row), vocab]`: all rows in each step of `step`.
+    """Logits of every token, one `[len(row), vocab]` array for each row; all rows run together.
 
-    `step` takes the signature's inputs as tensors in their order; a result that is a tuple starts
-    with the logits. A padded cache takes one row after the other.
+    `step` takes the signature's inputs as tensors in their order. If its result is a tuple, the
+    first entry is the logits. A padded cache takes one row after the other.
     """
     together = params.cache_strategy is not KVCacheStrategy.PADDED
     found: list[Logits] = []
@@ -46,7 +46,7 @@ def logits_of(
 
 
 def host_manager(params: Params, rows: int, longest: int) -> KVCacheManager:
-    """A manager of the same layout whose pools are this machine's memory."""
+    """A cache manager of the same layout with pools in host memory."""
     devices = [Device("cpu")]
     own = params_from_layout(params.layout_dict(), devices=devices)
     if isinstance(own, KVCacheParams) and own.cache_strategy is not KVCacheStrategy.PAGED:

@@ -1,4 +1,4 @@
-"""An exported program on this machine's CPU, operator by operator: ours by their CPU kernels."""
+"""Run an exported program on this CPU, operator by operator; kvgraph's ops use CPU kernels."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ from kvgraph.compiler.weights import Weights
 
 
 class ProgramRun(Interpreter):
-    """Called with the signature's inputs in order, gives the program's results: the logits first.
+    """A callable that takes the signature's inputs in order and returns the program's results, the
+    logits first.
 
-    Parameters that are fake have their values in `weights`. Windows above `window` tokens are cut
-    to it.
+    `weights`: values of parameters that are fake tensors.
+    `window`: longer attention windows are cut to this many tokens.
     """
 
     def __init__(

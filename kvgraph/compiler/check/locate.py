@@ -1,4 +1,4 @@
-"""Which layer differs first, where the logits of a compile are not the model's."""
+"""Find the first layer that differs, when the logits of a compile are not the model's."""
 
 from __future__ import annotations
 
@@ -24,10 +24,11 @@ if TYPE_CHECKING:
 def wrong_layer(
     traced: Traced, row: Tokens, allowed: Tolerance, chosen: Sequence[int] | None
 ) -> str:
-    """Where it lies, for the end of a sentence. `chosen`: the layers' places in the whole model.
+    """Text for the end of an error message: the first layer that differs, or the lowered graph.
 
-    Each layer's output under our attention is compared with that under transformers' own; where
-    all of them agree, what was made of the program is wrong.
+    Each layer's output under kvgraph's attention is compared with that under transformers' own. If
+    all agree, the error is in the graph that was made of the program.
+    `chosen`: indices of the layers in the whole model; None: all of them.
     """
     decoder = traced.model.module
     layers = None
@@ -49,7 +50,7 @@ def wrong_layer(
 
 
 class _Outputs:
-    """Within it, what each layer returns is kept: `[T, hidden]`."""
+    """A context manager that keeps what each layer returns, as `[T, hidden]` in `values`."""
 
     def __init__(self, layers: nn.ModuleList) -> None:
         self._layers = layers

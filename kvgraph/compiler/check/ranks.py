@@ -1,4 +1,4 @@
-"""The programs of all ranks, run together on this machine: a thread for each."""
+"""Run the programs of all ranks together on this machine, one thread for each rank."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from kvgraph.contract.trees import MultiKVCacheParams
 from kvgraph.ops.group import Group, shared_bytes
 
 TIMEOUT = 600.0
-"""Seconds that a rank waits for another: operators run one by one."""
+"""Most seconds that a rank waits for another. It is long because operators run one by one."""
 
 
 def rank_logits(
@@ -29,9 +29,9 @@ def rank_logits(
     rows: Sequence[Tokens],
     chunk: int,
 ) -> list[Logits]:
-    """What rank 0 of the model of `traced` computes, as `logits_of`, beside all others.
+    """Logits of rank 0 while all ranks run together; one `[len(row), vocab]` array for each row.
 
-    `rewrite` runs the passes of a target for devices of `kind`.
+    `rewrite`: runs the passes of a target, for devices of `kind`, on one rank's trace.
     """
     memory = np.zeros(shared_bytes(ranks), np.uint8)
     groups = [Group(memory, rank, ranks, [-1] * ranks, TIMEOUT) for rank in range(ranks)]
@@ -63,7 +63,7 @@ def rank_logits(
 
 
 def _of_one_rank(params: Params) -> Params:
-    """The caches of a rank as if it were alone."""
+    """Parameters of one rank's part of the cache, as those of an unsharded cache."""
     if isinstance(params, MultiKVCacheParams):
         return MultiKVCacheParams.from_params({n: _of_one_rank(c) for n, c in params.children})
     return replace(params, n_kv_heads=params.n_kv_heads_per_device, devices=(Device("cpu"),))

@@ -1,4 +1,4 @@
-"""What the model itself says: transformers' eager forward pass, or a module's own."""
+"""Reference logits: those of transformers' eager forward pass, or of the user's own module."""
 
 from __future__ import annotations
 
@@ -20,11 +20,14 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
 WINDOW = 16
-"""Windows are cut to this many tokens, so that short rows reach beyond them."""
+"""Tokens that attention windows are cut to, so that short rows reach beyond them."""
 
 
 def reference_logits(traced: Traced, rows: Sequence[Tokens]) -> list[Logits]:
-    """Logits of every token, each row alone and whole: `[len(row), vocab]` each."""
+    """Reference logits of every token, one `[len(row), vocab]` array for each row.
+
+    Each row runs alone and in one piece.
+    """
     module = traced.model.module
     if isinstance(module, Decoder):
         with eager(module.model):
@@ -48,10 +51,10 @@ def transformers_logits(model: PreTrainedModel, row: Tokens) -> Logits:
 
 @contextlib.contextmanager
 def eager(model: nn.Module) -> Iterator[None]:
-    """Attention, masks and experts are transformers' own, in plain operators.
+    """Make the model run transformers' own eager attention, masks and experts while it is active.
 
-    Experts one after the other: `batched_mm`, which is exported, copies the weights of each token's
-    experts.
+    Eager experts run one after the other. `batched_mm`, which is exported, would copy the weights
+    of each token's experts.
     """
     before = [
         (config, name, getattr(config, name))
@@ -70,7 +73,8 @@ def eager(model: nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def cut_windows(model: nn.Module, most: int = WINDOW) -> Iterator[None]:
-    """Windows and chunks of configuration and attention are at most `most` tokens."""
+    """Cut attention windows and chunks, in configurations and modules, to at most `most` tokens
+    while it is active."""
     holders = [*_configs(model), *model.modules()]
     before = [
         (holder, name, window)
@@ -88,7 +92,7 @@ def cut_windows(model: nn.Module, most: int = WINDOW) -> Iterator[None]:
 
 
 def _configs(model: nn.Module) -> list[PretrainedConfig]:
-    """Every configuration that a part of the model reads, once."""
+    """The configurations that parts of the model read, each once."""
     found: dict[int, PretrainedConfig] = {}
     for part in model.modules():
         config: PretrainedConfig | None = getattr(part, "config", None)

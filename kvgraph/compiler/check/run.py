@@ -1,11 +1,11 @@
-"""The check of a compile: its logits against the model's own, before anything is at its place.
+"""The check of a compile: compare its logits with the model's own, before it is put in its place.
 
-Decision: two rows of a few dozen tokens, ragged, in chunks, because that is what the model's own
-forward pass never sees: rows that must not mix, and keys that come from the cache. The last step
-has one token of one row, as a decode step of a single request has. Windows are
-cut to 16 tokens in graph and model alike, so that short rows reach beyond them. A model of more
-than 1 GiB of parameters stands in for itself by one layer of each kind (`subject.py`), lowered by
-the same passes; so does every model for CUDA, whose program runs here operator by operator.
+Decision: the check runs two ragged rows of a few dozen tokens in chunks. The model's own forward
+pass never sees this: rows that must not mix, and keys that come from the cache. The last step has
+one token of one row, like a decode step of a single request. Windows are cut to 16 tokens in graph
+and model alike, so that short rows reach beyond them. A model with more than 1 GiB of parameters is
+checked by one layer of each kind (`subject.py`), lowered by the same passes. So is every decoder
+for CUDA, and its program runs here operator by operator.
 """
 
 from __future__ import annotations
@@ -51,16 +51,16 @@ Write = Callable[[Traced, Path], Manifest]
 
 LENGTHS = 51, 29
 OTHERS = 7
-"""Rows beside those two, of a batch that they must not depend on."""
+"""Number of rows that join the two in a larger batch, which must not change their logits."""
 MOST_BYTES = 1 << 30
-"""Of parameters: a larger model is checked by one layer of each kind."""
+"""Most bytes of parameters of a model that is checked whole, not by one layer of each kind."""
 
 
 @dataclass(frozen=True)
 class Compiled:
-    """A compile as far as it is: the artifact lies in `folder`, and nothing at its place yet.
+    """A compile before it is put in its place: the artifact lies in the staging `folder`.
 
-    `write` makes the artifact of another trace in another folder, as this one was made.
+    `write(traced, folder)` writes the artifact of another trace with the same options.
     """
 
     traced: Traced
@@ -71,7 +71,7 @@ class Compiled:
 
     @property
     def kind(self) -> str:
-        """Of the target."""
+        """Device kind of the target: "cpu" or "cuda"."""
         return Target.parse(self.manifest.target).kind
 
     @property
@@ -80,7 +80,7 @@ class Compiled:
 
     @property
     def ranks(self) -> int:
-        """That the artifact has; `traced` is of the whole model."""
+        """Number of ranks of the artifact. `traced` is the whole model, whatever their number."""
         return shards_of(self.manifest.layout)
 
     @property
@@ -92,9 +92,9 @@ class Compiled:
 
 
 def check(compiled: Compiled, run: RunArtifact) -> str:
-    """A sentence for the manifest's notes: what was checked, or why nothing was.
+    """Check the compile. Return a note for the manifest: what was checked, or why nothing was.
 
-    CheckError where logits differ by more than their precision explains; it names the layer.
+    CheckError: logits differ by more than their precision explains; it names the layer.
     """
     model = compiled.traced.model
     is_decoder = isinstance(model.module, Decoder)
@@ -106,8 +106,10 @@ def check(compiled: Compiled, run: RunArtifact) -> str:
 
 
 def rows_of(model: Model) -> list[Row]:
-    """Two rows of tokens, the same in every compile. The first is of an odd length, and longer than
-    the second where it can be."""
+    """Two rows of random tokens, the same in every compile.
+
+    The first has an odd length, and is longer than the second if the model's context allows.
+    """
     random = np.random.default_rng(20)
     first = min(LENGTHS[0], model.max_seq_len - 1 + model.max_seq_len % 2)
     lengths = first, max(1, min(LENGTHS[1], first - 1))
@@ -115,12 +117,13 @@ def rows_of(model: Model) -> list[Row]:
 
 
 def _chunk(rows: Sequence[Row]) -> int:
-    """Of which two leave one token of the longest row."""
+    """Tokens of a chunk: two chunks leave exactly one token of the first row, if its length is odd
+    and above 1."""
     return max(1, len(rows[0]) // 2)
 
 
 def _check_whole(compiled: Compiled, run: RunArtifact) -> str:
-    """The artifact itself, in the session that will run it."""
+    """Check the artifact itself, in the session that will run it. Return the note."""
     traced, rows = compiled.traced, rows_of(compiled.traced.model)
     padded = traced.plan.strategy is KVCacheStrategy.PADDED
     if not _has_long_windows(traced):
@@ -136,7 +139,7 @@ def _check_whole(compiled: Compiled, run: RunArtifact) -> str:
         ):
             shorter = with_windows_cut(compiled.folder, Path(name), WINDOW)
             _require_near(compiled, traced, run(shorter, rows, _chunk(rows)), rows)
-    else:  # windows are compiled into the artifact: a program with shorter ones shows what they do
+    else:  # windows in the artifact cannot be cut: a program with shorter ones is checked as well
         _require_near(compiled, traced, run(compiled.folder, rows, _chunk(rows)), rows)
         with cut_windows(traced.model.module):
             given = (traced.model, traced.signature, traced.plan)
@@ -151,13 +154,15 @@ def _check_whole(compiled: Compiled, run: RunArtifact) -> str:
 def _require_alone(
     compiled: Compiled, run: RunArtifact, rows: Sequence[Row], found: Sequence[Logits]
 ) -> None:
-    """CheckError unless rows of a module of one's own, whose logits are `found`, have the same in a
-    larger batch.
+    """Raise CheckError unless `rows` have the logits `found` in a larger batch too.
 
-    The proof that tokens stay apart is about tokens; a module may also compute with the batch's
-    numbers: its size, lengths or offsets. A number that no small batch has is not seen.
+    For a user's own module. The proof that tokens stay apart is about tokens only: a module may
+    also compute with the batch's size, lengths or offsets. Code that depends on a value which only
+    larger batches have is not found.
     """
-    ahead = np.tile(rows[0], 4)[: compiled.traced.model.max_seq_len]  # most of it in the first step
+    ahead = np.tile(rows[0], 4)[
+        : compiled.traced.model.max_seq_len
+    ]  # its first chunk is most of it
     others = [ahead, *(np.roll(rows[0], shift) for shift in range(1, OTHERS))]
     chunks = [max(1, 3 * len(ahead) // 4), *[_chunk(rows)] * (OTHERS - 1 + len(rows))]
     crowd = run(compiled.folder, [*others, *rows], chunks)[OTHERS:]
@@ -173,7 +178,7 @@ def _require_alone(
 
 
 def _check_reduced(compiled: Compiled, run: RunArtifact) -> str:
-    """One layer of each kind, lowered by the same passes."""
+    """Check one layer of each kind, lowered by the same passes. Return the note."""
     model = compiled.traced.model
     assert isinstance(model.module, Decoder)
     with cut_windows(model.module):
@@ -198,7 +203,7 @@ def _check_reduced(compiled: Compiled, run: RunArtifact) -> str:
 
 
 def _check_module(compiled: Compiled) -> str:
-    """A user's own module for CUDA: its whole program."""
+    """Check the whole program of a user's own module for CUDA, on the CPU. Return the note."""
     given = compiled.traced
     traced = trace(given.model, given.signature, given.plan, functional=False)
     step = _program_run(compiled, traced)
@@ -233,7 +238,7 @@ def _rewrite(compiled: Compiled, own: Traced) -> None:
 
 
 def _trace(model: Model, plan: CachePlan, *, functional: bool) -> Traced:
-    """A trace of fewer layers over caches like those of `plan`."""
+    """Trace a model with fewer layers, over caches like those of `plan`."""
     leaf = next(iter(plan.params.leaves.values()))
     own = plan_cache(
         model.layers,
@@ -249,7 +254,10 @@ def _trace(model: Model, plan: CachePlan, *, functional: bool) -> Traced:
 
 
 def _has_long_windows(traced: Traced) -> bool:
-    """Whether cutting windows changes what layers see, in the model's own code too."""
+    """Whether a layer has a window above WINDOW, and `cut_windows` shortens all such windows.
+
+    False if the model's own code keeps its windows when they are cut.
+    """
     model = traced.model
     if not isinstance(model.module, Decoder):
         return False
@@ -267,7 +275,8 @@ def _require_near(
     rows: Sequence[Row],
     chosen: Sequence[int] | None = None,
 ) -> None:
-    """CheckError unless `found` is what the model itself says, by the precision of its parts."""
+    """Raise CheckError unless `found` are the model's own logits, within the tolerance for its
+    precisions. `chosen`: indices of the checked layers in the whole model."""
     with with_values(traced.model):
         expected = reference_logits(traced, rows)
         apart = difference(found, expected, tolerance(compiled.kinds))

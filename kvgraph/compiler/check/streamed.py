@@ -1,6 +1,6 @@
-"""Values of fake parameters, read from the checkpoint where they are used and given back after.
+"""Run a module with fake parameters: values are read from the checkpoint at use and freed after.
 
-At any time no more is in memory than the parameters of one module, or of one operator.
+At any time, memory holds the parameters of one module or of one operator at most.
 """
 
 from __future__ import annotations
@@ -20,19 +20,25 @@ from kvgraph.compiler.model import Model
 
 
 class Streamed:
-    """Of a module whose parameters `checkpoint` has by their names in it."""
+    """Reads parameters of a module from `checkpoint`, which has them by the module's own names."""
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         self._checkpoint = checkpoint
 
     def read(self, name: str, fake: torch.Tensor) -> torch.Tensor:
-        """A tensor in the dtype of `fake`. ModelError for a number that is not finite."""
+        """The values of parameter `name` in the dtype of `fake`.
+
+        ModelError for a number that is not finite.
+        """
         return self._checkpoint.read(name, fake.dtype)
 
     @contextlib.contextmanager
     def within(self, module: nn.Module) -> Iterator[None]:
-        """Each part of `module` has its own parameters' values while it is called; an operator
-        that meets a parameter elsewhere, as in a method of the part, reads it for itself."""
+        """Give parts of `module` their values while this context is active.
+
+        Each part has its own parameters' values while it is called. An operator that gets a fake
+        parameter outside such a call, as in another method of the part, reads it itself.
+        """
         hooks: list[RemovableHandle] = []
         for path, part in module.named_modules():
             fakes: dict[str, torch.Tensor] = {
@@ -64,10 +70,10 @@ class Streamed:
 
 
 class _Elsewhere(TorchFunctionMode):
-    """Operators get the values of fake parameters.
+    """A torch mode that replaces fake parameters by their values in each operator's arguments.
 
-    Without it the result would be fake, and a fake number that is added in place to a real one
-    changes nothing, without an error.
+    Without it the operator's result would be fake. A fake tensor that is added in place to a real
+    one changes nothing, and raises no error.
     """
 
     METADATA = frozenset(
@@ -96,13 +102,16 @@ class _Elsewhere(TorchFunctionMode):
 
 
 def streamed_of(model: Model) -> Streamed | None:
-    """Of a model whose parameters are in its checkpoint."""
+    """The Streamed for the model's checkpoint; None if the model has none."""
     return None if model.checkpoint is None else Streamed(model.checkpoint)
 
 
 @contextlib.contextmanager
 def with_values(model: Model) -> Iterator[None]:
-    """Within it the model's module has values, wherever they are."""
+    """Give the model's module its values while this context is active.
+
+    They come from the checkpoint, or are in the module already.
+    """
     streamed = streamed_of(model)
     with streamed.within(model.module) if streamed else contextlib.nullcontext():
         yield

@@ -1,7 +1,7 @@
-"""A small model that stands for a large one: one layer of each kind, with the same weights.
+"""Reduce a large model to a small one for the check: one layer of each kind, the same weights.
 
-Layers are of one kind where their parameters have equal names and shapes and their caches are
-alike. Of a large vocabulary the first tokens stay, and their rows of the embedding and the head.
+Layers are of one kind if their parameters have equal names and shapes, and their caches and layer
+types are alike. A large vocabulary keeps its first tokens, and their rows of embedding and head.
 """
 
 from __future__ import annotations
@@ -25,14 +25,15 @@ MOST_VOCABULARY = 4096
 
 
 def parameter_bytes(model: Model) -> int:
-    """Of all parameters, each once."""
+    """Bytes of all parameters; a shared parameter counts once."""
     return sum(p.numel() * p.element_size() for p in model.module.parameters())
 
 
 def reduced(model: Model) -> tuple[Model, list[int]] | None:
-    """The small model, and which of the layers it has.
+    """The small model, and the indices of the layers that it keeps.
 
-    None where the model's layers are not found. The parts of `model` are taken for it.
+    None if the model's list of layers is not found. The parts of `model` are changed and reused, so
+    `model` is not usable afterwards.
     """
     decoder = model.module
     assert isinstance(decoder, Decoder)
@@ -61,7 +62,10 @@ def reduced(model: Model) -> tuple[Model, list[int]] | None:
 
 
 def decoder_layers(model: nn.Module, count: int) -> nn.ModuleList | None:
-    """The list of the model's layers: that of `count` parts of which each has its own index."""
+    """The module list that holds the model's `count` layers; None if there is none.
+
+    It is the list with `count` entries in which the parts of entry i have `layer_idx` i.
+    """
     for part in model.modules():
         if isinstance(part, nn.ModuleList) and len(part) == count:
             indices = [{p.layer_idx for p in _indexed(layer)} for layer in part]
@@ -98,7 +102,11 @@ def _keep_layers(layers: nn.ModuleList, chosen: list[int], text: PretrainedConfi
 
 
 def _cut_vocabulary(model: PreTrainedModel, text: PretrainedConfig, stored: dict[int, str]) -> int:
-    """Rows of the embedding and of the head that stay; `stored` learns their names."""
+    """Cut embedding and head to their first MOST_VOCABULARY rows; return the new vocabulary size.
+
+    `stored` (names of parameters by their id) gets the cut parameters. Nothing is cut if the
+    vocabulary is small, or if one of the tables is no plain embedding or linear layer.
+    """
     whole: int = text.vocab_size
     tables = [model.get_input_embeddings(), model.get_output_embeddings()]
     plain = [

@@ -1,4 +1,4 @@
-"""An ONNX artifact with shorter windows, so that a few dozen tokens reach beyond them."""
+"""Copy an ONNX artifact with shorter windows, so that a few dozen tokens reach beyond them."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from kvgraph.ops import OPSET_DOMAIN
 
 
 def with_windows_cut(folder: Path, out: Path, most: int) -> Path:
-    """Write the artifact of `folder` into the empty folder `out`, its graph's windows cut to `most`
-    tokens. The caches keep what the true windows need."""
+    """Copy the artifact of `folder` into the empty folder `out`, with windows of the graph cut to
+    `most` tokens. Return `out`. The caches keep what the full windows need."""
     paths = [path for path in folder.rglob("*") if path.is_file() and out not in path.parents]
     for path in paths:
         copy = out / path.relative_to(folder)

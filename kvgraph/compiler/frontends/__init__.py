@@ -1,1 +1,1 @@
-"""Where a model comes from: each frontend gives a Model that the pipeline exports."""
+"""Frontends: each reads one kind of source and makes a Model that the pipeline exports."""

@@ -1,8 +1,9 @@
-"""What a decoder's attention calls while it is traced: one class per cache kind.
+"""The caches that a decoder's attention calls while it is traced: one class per cache kind.
 
 `attend(layer, q, k, v, sinks, reads, **attributes)` stores the new tokens of a model layer and
-attends over their rows: q `[T, N, D]`, k `[T, K, D]`, v `[T, K, Dv]` -> `[T, N, Dv]`. A layer that
-`reads` another one's keys and values stores nothing. Attributes are those of `paged_attention`.
+attends over their rows: q `[T, N, D]`, k `[T, K, D]`, v `[T, K, Dv]` -> `[T, N, Dv]`. If `reads` is
+the index of an earlier layer, the layer uses that one's keys and values and stores nothing.
+`attributes` are those of `paged_attention`.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from kvgraph.errors import UnsupportedError
 def make_cache(
     plan: CachePlan, input_row_offsets: torch.Tensor, values: Sequence[torch.Tensor]
 ) -> PagedCache | PaddedCache:
-    """The cache of `plan` over the graph inputs behind `logits_indices`."""
+    """The cache of `plan` over `values`, the graph inputs that follow `logits_indices`."""
     if plan.strategy is KVCacheStrategy.PADDED:
         return PaddedCache(plan, input_row_offsets, values)
     return PagedCache(plan, input_row_offsets, values)
@@ -32,15 +33,15 @@ def make_cache(
 def token_rows(tokens: torch.Tensor, input_row_offsets: torch.Tensor) -> torch.Tensor:
     """`[total_seq_len]`: the row of each new token, without data-dependent shapes.
 
-    The offsets at or before a token, the first one not counted. They are not sliced: torch.export
-    would decide that a batch has more than one row.
+    The row is the number of offsets at or before the token, minus one. The offsets are not sliced:
+    torch.export would decide that a batch has more than one row.
     """
     index_T = torch.arange(tokens.shape[0], dtype=torch.int32, device=tokens.device)
     return (index_T[:, None] >= input_row_offsets[None]).sum(-1) - 1
 
 
 class PagedCache:
-    """Paged caches by leaf, and the continuous cache: there a row's one page is its slot."""
+    """Paged caches by leaf, or a continuous cache, in which a row's only page is its slot."""
 
     def __init__(
         self, plan: CachePlan, input_row_offsets: torch.Tensor, values: Sequence[torch.Tensor]
@@ -54,7 +55,7 @@ class PagedCache:
         self._is_slot = plan.strategy is KVCacheStrategy.CONTINUOUS
 
     def positions(self, tokens: torch.Tensor) -> torch.Tensor:
-        """`[total_seq_len]`: where each new token sits in its row (equal in all leaves)."""
+        """`[total_seq_len]`: the position of each new token in its row; equal in all leaves."""
         cache_lengths = next(iter(self._records.values()))[1]
         row_T = token_rows(tokens, self._row_offsets)
         index_T = torch.arange(tokens.shape[0], dtype=torch.int32, device=tokens.device)
@@ -84,10 +85,10 @@ class PagedCache:
 
 
 class PaddedCache:
-    """The rectangular cache, in plain torch: for export targets that have no ops of ours.
+    """The padded cache in plain torch operators, for export targets without kvgraph's ops.
 
-    Every query scores against every slot of the rectangle and all but its row's past is masked:
-    portable, exact, and slower than paging by the share of the rectangle that is not its row's.
+    Every query is scored against every slot of the rectangle, and all but its row's past is masked.
+    This is portable and exact. It is slower than paging by the share of slots of other rows.
     """
 
     def __init__(
@@ -143,7 +144,8 @@ class PaddedCache:
         return out_NTD.transpose(0, 1).clone(memory_format=torch.contiguous_format)
 
     def _slots(self, cache_BSKD: torch.Tensor, groups: int, dtype: torch.dtype) -> torch.Tensor:
-        """`[B * S, N, D]`: the rectangle as one row of slots, a head for each query head."""
+        """`[B * S, N, D]`: the cache as one list of slots, with kv heads repeated for each query
+        head."""
         batch, length, heads, width = cache_BSKD.shape
         cache_CKD = cache_BSKD.view(batch * length, heads, width).to(dtype)
         if groups == 1:
@@ -153,15 +155,15 @@ class PaddedCache:
         return whole_CKGD.view(batch * length, heads * groups, width)
 
     def _slots_read(self, window: int, chunked: bool) -> tuple[torch.Tensor, torch.Tensor]:
-        """`[T, B * S]`: which slots a token reads; `[B * S, 1, 1]`: which any token does."""
+        """`[T, B * S]`: whether a token reads a slot; `[B * S, 1, 1]`: whether any token does."""
         kind = window, chunked
-        if kind not in self._visible:  # the same for all layers of that kind
+        if kind not in self._visible:  # masks are the same for all layers of that kind
             visible_TC = self._seen(window, chunked)
             self._visible[kind] = visible_TC, visible_TC.any(0)[:, None, None]
         return self._visible[kind]
 
     def _seen(self, window: int, chunked: bool) -> torch.Tensor:
-        """`[T, B * S]`: a slot of the token's own row, not ahead of it, within the window."""
+        """`[T, B * S]`: whether a slot is in the token's row, not after it, and in its window."""
         _, batch, length, *_ = self._k_LBSKD.shape
         device = self._rows_T.device
         row_BS = torch.arange(batch, device=device)[:, None].expand(batch, length)
@@ -176,12 +178,12 @@ class PaddedCache:
 
 
 class Probe:
-    """Stands for the cache once, to see what each layer stores; its attention returns zeros."""
+    """A stand-in for the cache that records what each layer stores; its attention returns zeros."""
 
     def __init__(self) -> None:
         self.layers: dict[int, LayerNeed] = {}
         self.calls: Counter[int] = Counter()
-        """Of each layer's attention."""
+        """Number of attention calls by layer."""
 
     def attend(
         self,

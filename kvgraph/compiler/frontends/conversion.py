@@ -1,8 +1,8 @@
-"""Tensors of a checkpoint by the names of a model's parameters, as transformers' loader maps them.
+"""Map a checkpoint's tensors to a model's parameters, as transformers' loader does.
 
-transformers renames tensors, and merges, splits or transposes some (experts that are stored one by
-one are one parameter). Which of them become which parameter is found here without their numbers;
-its operations run where a parameter is read.
+transformers renames tensors, and merges, splits or transposes some: experts that are stored one by
+one become one parameter. This module finds which tensors make which parameter without reading
+values. transformers' operations run when a parameter is read.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ if TYPE_CHECKING:
 
 
 ROW_OPERATIONS = ("Chunk", "Concatenate", "MergeModulelist")
-"""Of transformers' converters, those that keep a row of inputs as it is."""
+"""Operations of transformers' converters that keep each row of a matrix as it is."""
 STACK = "MergeModulelist"
 
 
 @dataclass
 class _Group:
-    """Tensors that one converter takes together, in order, by its patterns."""
+    """The tensors that one converter takes together: `(name, pattern, values)` in order."""
 
     converter: WeightConverter
     first: str
@@ -40,7 +40,10 @@ class _Group:
     def run(
         self, model: PreTrainedModel, tensors: Sequence[torch.Tensor], chosen: Sequence[int]
     ) -> dict[str, torch.Tensor]:
-        """Of the tensors that are `chosen`, by their places."""
+        """Run the converter. Return the parameters it makes, by name.
+
+        `chosen`: indices in `sources` of the given `tensors`.
+        """
         converter = deepcopy(self.converter)
         for i, tensor in zip(chosen, tensors, strict=True):
             name, pattern, _ = self.sources[i]
@@ -57,13 +60,13 @@ class _Group:
 
     @property
     def keeps_rows(self) -> bool:
-        """Whether it only puts rows behind each other, or apart."""
+        """Whether the converter only joins or splits tensors by rows."""
         return all(type(each).__name__ in ROW_OPERATIONS for each in self.converter.operations)
 
     @property
     def stacked(self) -> list[list[int]]:
-        """Places of the tensors of each pattern, where the first operation stacks these; else
-        none."""
+        """Indices in `sources` of each pattern's tensors, if the first operation stacks them along
+        dim 0; else empty."""
         first = self.converter.operations[0]
         if type(first).__name__ != STACK or first.dim != 0:
             return []
@@ -76,8 +79,8 @@ class _Group:
 class _Made(Values):
     """A parameter that a converter makes of a group of tensors.
 
-    Of stacked ones (experts) a row is made of its own. Coded rows are the tensors' own where the
-    converter keeps rows whole.
+    If the tensors are stacked (experts), rows are made of their own tensors only. Coded rows are
+    available if the converter keeps rows whole.
     """
 
     def __init__(
@@ -113,7 +116,7 @@ class _Made(Values):
         return alike.pop() if len(alike) == 1 and self._merges_scales(known[0]) else None
 
     def _merges_scales(self, form: Form) -> bool:
-        """Whether scales are merged as numbers are."""
+        """Whether the converter merges scales to the shape that fits the merged numbers."""
 
         def scales(place: int) -> torch.Tensor:
             *rows, inputs = self._sources[place].shape
@@ -142,8 +145,11 @@ class _Made(Values):
     def _open(
         self, make: Callable[[Sequence[int]], Part], cut: Callable[[Part, int, int], Part]
     ) -> Callable[[int, int], Part]:
-        """What reads rows: what `make` makes of their own sources, or rows of what it makes of
-        all."""
+        """A function `(start, stop)` that reads rows.
+
+        For stacked tensors it calls `make` on the rows' own sources. Otherwise `make` runs once on
+        all sources, and `cut` takes the rows of the result.
+        """
         stacked = self._group.stacked
         if stacked and all(len(places) == self.shape[0] for places in stacked):
             return lambda start, stop: make(
@@ -167,7 +173,7 @@ def _offsets(coded: Coded) -> torch.Tensor:
 
 
 def _factors(coded: Coded) -> torch.Tensor:
-    assert coded.factors is not None  # of all that have one form
+    assert coded.factors is not None  # tensors of one form all have them
     return coded.factors
 
 
@@ -176,10 +182,11 @@ def of_parameters(
     stored: Mapping[str, Values],
     larger: PretrainedConfig | None = None,
 ) -> tuple[dict[str, Values], list[str]]:
-    """Values by the names of `model`'s state, and names of those that are of no parameter.
+    """Values by the names of `model`'s state, and the names of stored tensors without a parameter.
 
-    `larger`: of the model that the checkpoint is of; its converters are used where the part has
-    none. Raises what transformers raises where tensors do not fit its operations.
+    `larger`: the configuration of the whole model if `model` is a part of the checkpoint's; its
+    converters are used if the part has none. Raises what transformers raises when tensors do not
+    fit its operations.
     """
     from transformers import conversion_mapping
     from transformers import core_model_loading as loading
@@ -198,7 +205,7 @@ def of_parameters(
     own = {"base_model_prefix": model.base_model_prefix, "meta_state_dict": state}
     for name in sorted(stored, key=loading.dot_natural_key):
         renamed, pattern = loading.rename_source_key(name, renamings, converters, **own)
-        if renamed not in state and name in state:  # it has the parameter's own name
+        if renamed not in state and name in state:  # stored under the parameter's own name
             renamed, pattern = name, None
         if renamed not in state:
             left.append(name)
@@ -214,8 +221,10 @@ def of_parameters(
 
 
 def language_part(stored: Mapping[str, Values]) -> dict[str, Values]:
-    """Tensors of a larger model by the names that its language part alone would give them; those
-    of other parts keep theirs, and are of no parameter."""
+    """Tensors of a larger model by the names that its language part alone would give them.
+
+    All tensors also keep their full names.
+    """
     found = dict(stored)
     for name, values in stored.items():
         for part in LANGUAGE_PARTS:

@@ -1,8 +1,8 @@
-"""A decoder of transformers over the graph's signature: what its attention calls.
+"""Run a decoder of transformers over the graph's signature, with attention over the paged cache.
 
-The model is built with an attention implementation of ours, which stores into and reads from the
-paged cache; where it asks for a mask it gets what the mask says (`masks.py`). Tokens of all rows
-run as one sequence whose position ids say where each token sits in its row. The model's own code
+The model is built with kvgraph's attention implementation, which stores into and reads from the
+paged cache. If the model asks for a mask, it gets a description of it (`masks.py`). Tokens of all
+rows run as one sequence, with each token's position in its row as position id. The model's own code
 does everything else.
 """
 
@@ -43,7 +43,7 @@ WITHOUT_EFFECT = (
     "output_router_logits",
     "return_dict",
 )
-"""Keywords that models hand to their attention and that change nothing here."""
+"""Keywords that models pass to their attention and that have no effect here."""
 
 
 class Decoder(nn.Module):
@@ -53,11 +53,14 @@ class Decoder(nn.Module):
         super().__init__()
         self.model = model
         self._plan: CachePlan | None = None
-        self._attention: list[nn.Module] = []  # known once it has run
+        self._attention: list[nn.Module] = []  # filled by the first run
 
     def over_same_weights(self) -> Decoder:
-        """A copy with these very parameters and buffers. Which attention it has is seen as it runs:
-        layers may have been taken out since this one ran."""
+        """A copy that shares parameters and buffers with this one.
+
+        Its list of attention modules starts empty, and is filled as the copy runs: layers may have
+        been removed since this one ran.
+        """
         shared = (*self.parameters(), *self.buffers())
         memo: dict[int, object] = {id(tensor): tensor for tensor in shared}
         return copy.deepcopy(self, memo | {id(self._attention): []})
@@ -98,16 +101,18 @@ class Decoder(nn.Module):
 
 @dataclass
 class _Forward:
-    """A forward that runs: over which cache, and what each layer's attention was given so far."""
+    """The state of one forward pass: its cache, and each layer's `(key, value)` so far."""
 
     cache: PagedCache | PaddedCache | Probe
     given: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
     attention: list[nn.Module] = field(default_factory=list)
-    """Modules that came through the interface."""
+    """Attention modules that called the interface."""
 
     def reads(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> int | None:
-        """The layer before it that was given these very tensors: models whose layers share keys
-        and values hand them on."""
+        """The earlier layer that was given these same tensor objects; None if there is none.
+
+        Models whose layers share keys and values pass the same tensors on.
+        """
         for other, (its_key, its_value) in self.given.items():
             if its_key is key and its_value is value:
                 return other
@@ -116,7 +121,8 @@ class _Forward:
 
 
 _FORWARD: ContextVar[_Forward] = ContextVar("forward")
-"""Not every model hands its keywords on to its attention, so they cannot carry it."""
+"""The running forward pass. It is not a keyword, because not every model passes its keywords on to
+its attention."""
 
 
 @contextlib.contextmanager
@@ -143,7 +149,7 @@ def paged_kv_attention(
     is_causal: bool | None = None,
     **others: object,
 ) -> tuple[torch.Tensor, None]:
-    """transformers' attention function; q, k, v are `[1, heads, T, D]`, returns `[1, T, N, D]`.
+    """The attention function that transformers calls: q, k, v `[1, heads, T, D]` -> `[1, T, N, D]`.
 
     UnsupportedError: a mask or a keyword with a meaning that the cache ops do not have.
     """
@@ -179,7 +185,10 @@ def _require_known(others: dict[str, object]) -> None:
 
 
 def _window(mask: AskedMask | None, sliding_window: int | None) -> int:
-    """What the mask says and what attention is told; 0 where both see everything before them."""
+    """The window in tokens, of the mask or of the keyword without one; 0: no window.
+
+    UnsupportedError: the two differ, or no kernel has the mask.
+    """
     if mask is None:
         return sliding_window or 0
     if not isinstance(mask, AskedMask):
@@ -193,9 +202,9 @@ def _window(mask: AskedMask | None, sliding_window: int | None) -> int:
 
 
 def probe(decoder: Decoder, architecture: str, num_layers: int) -> tuple[LayerNeed, ...]:
-    """What each layer's attention stores, seen by running one token on fake tensors.
+    """The LayerNeed of each layer, found by running one token on fake tensors.
 
-    UnsupportedError where a layer's attention does not come through the interface.
+    UnsupportedError if a layer's attention does not call the interface, or the model's code fails.
     """
     seen = Probe()
     mode = active_fake_mode() or FakeTensorMode(allow_non_fake_inputs=True)
@@ -215,10 +224,10 @@ def probe(decoder: Decoder, architecture: str, num_layers: int) -> tuple[LayerNe
 
 
 def _why(error: Exception, seen: Probe) -> str:
-    """What an error of a model's code says of it."""
+    """The reason for a refusal, from an error that the model's code raised."""
     if isinstance(error, UnsupportedError):
         return str(error)
-    if not seen.layers and AskedMask.__name__ in str(error):  # its own code computes with the mask
+    if not seen.layers and AskedMask.__name__ in str(error):  # model code used it as a tensor
         return Reason.NO_INTERFACE.said()
     if isinstance(error, DataDependentOutputException | GuardOnDataDependentSymNode):
         return Reason.BY_VALUE.said()
@@ -226,7 +235,7 @@ def _why(error: Exception, seen: Probe) -> str:
 
 
 def _missing(seen: Probe, num_layers: int, types: Sequence[str]) -> str:
-    """What a run did not show of the model's layers; empty where it showed all."""
+    """The reason for a refusal if the run did not show what every layer stores; else empty."""
     if not seen.layers:
         return Reason.NO_INTERFACE.said()
     if sorted(seen.layers) != list(range(num_layers)):

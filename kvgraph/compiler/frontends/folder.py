@@ -1,6 +1,6 @@
-"""What a user gives as a model: its config.json, or what it is instead of a checkpoint.
+"""Read and check the config.json of the model that the user names.
 
-Knows no framework, so that a wrong folder is refused at once, and on any machine.
+This module imports no framework, so a wrong folder is refused at once, and on any machine.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from kvgraph.errors import ModelError, UnsupportedError
 
 CONFIG, ADAPTER = "config.json", "adapter_config.json"
 MODELOPT_CONFIG = "hf_quant_config.json"
-"""Beside a config.json that says nothing of weights in fewer bits: older exports of modelopt."""
+"""File in which older exports of modelopt describe the quantisation, which config.json leaves out.
+"""
 
 QUANTIZED = (
     "awq",
@@ -32,13 +33,13 @@ QUANTIZED = (
     "modelopt_fp4",
     "mxfp4",
 )
-"""Methods whose checkpoints are read (compiler/quantized)."""
+"""Quantisation methods whose checkpoints can be read (compiler/quantized)."""
 
 BLOCK = re.compile(r"(\d{1,9})x(\d{1,9})")
-"""Sizes of a block as text."""
+"""A block's height and width as text, such as "64x48"."""
 
 DTYPE_FIELDS = ("dtype", "torch_dtype")
-"""Where a configuration says the dtype of its weights; the first goes before the second."""
+"""Fields in which a configuration names the dtype of its weights, in order of precedence."""
 FLOATS = tuple(dtype.name for dtype in ALL if dtype.kind == "float")
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
@@ -47,14 +48,14 @@ GGUF_MAGIC = b"GGUF"
 GGUF_INSTEAD = "compile the checkpoint that it was made from, with --weights int4 or int8"
 
 Config = Mapping[str, Any]
-"""What config.json holds: its values are of whatever kind an architecture gives them."""
+"""The content of config.json. Types of its values depend on the architecture."""
 
 
 def read_config(folder: Path) -> Config:
     """The configuration of the checkpoint in `folder`.
 
-    ModelError or UnsupportedError, with the next step, for what is no checkpoint that a compile
-    takes: a name on the hub, an adapter, a GGUF file, packed weights.
+    ModelError or UnsupportedError, with the next step for the user, if compile cannot take it: a
+    name on the hub, an adapter, a folder with a GGUF file, an unknown quantisation method.
     """
     path = folder / CONFIG
     if not folder.is_dir():
@@ -79,7 +80,7 @@ def read_config(folder: Path) -> Config:
 
 
 def read_json(path: Path) -> object:
-    """ModelError for a file that cannot be read, or holds something else."""
+    """The content of a JSON file. ModelError if it cannot be read, or is not JSON."""
     try:
         with reading(path, ModelError), open_regular(path) as file:
             found: object = json.loads(file.read().decode())
@@ -91,10 +92,10 @@ def read_json(path: Path) -> object:
 
 
 def _settle_dtypes(path: Path, config: dict[str, object]) -> None:
-    """Names of dtypes as torch has them: "torch.bfloat16" is bfloat16, and "auto" names none.
+    """Replace dtype names in `config`: "torch.bfloat16" becomes "bfloat16", and "auto" None.
 
-    ModelError for what is no name of a float. A text part, which transformers takes as it is, has
-    plain names.
+    ModelError for a name that is no float dtype. A text part must have plain names already, because
+    transformers reads it unchanged.
     """
     text = config.get("text_config")
     for name in DTYPE_FIELDS:
@@ -113,8 +114,8 @@ def _require_dtype(path: Path, name: str, given: object) -> None:
 
 
 def checkpoint_dtype(config: Config) -> str:
-    """The dtype that a configuration names for its text part, or else for the whole model (float32
-    where it names none)."""
+    """The dtype that a configuration names for its text part, else for the whole model, else
+    "float32"."""
     text = config.get("text_config")
     parts = [text, config] if isinstance(text, dict) else [config]
     named = (part.get(name) for part in parts for name in DTYPE_FIELDS)
@@ -133,7 +134,10 @@ def _instead_of_a_folder(path: Path) -> str:
 
 
 def _instead(folder: Path) -> str:
-    """What a folder is that holds no whole model; transformers would look for an adapter's base."""
+    """Text for an error message: what a folder without a whole model holds.
+
+    A LoRA adapter is named here, because transformers would try to load its base model.
+    """
     if (folder / ADAPTER).is_file():
         return (
             "a LoRA adapter; merge it into its base model (peft: merge_and_unload, then "
@@ -156,7 +160,7 @@ POINTER = b"version https://git-lfs.github.com/spec/"
 
 
 def require_fetched(paths: Iterable[Path]) -> None:
-    """ModelError for one that git-lfs keeps elsewhere."""
+    """Raise ModelError if one of the files is a git-lfs pointer. Files that are missing pass."""
     for path in paths:
         with suppress(OSError), open_regular(path) as file:
             if file.read(len(POINTER)) == POINTER:
@@ -167,13 +171,13 @@ def require_fetched(paths: Iterable[Path]) -> None:
 
 
 def is_gguf(path: Path) -> bool:
-    """Whether a file is one, by its name or its first bytes."""
+    """Whether a file is a GGUF file, by its name or its first bytes."""
     with path.open("rb") as file:
         return path.suffix == ".gguf" or file.read(len(GGUF_MAGIC)) == GGUF_MAGIC
 
 
 def quantization(config: Config) -> Mapping[str, Any] | None:
-    """What a configuration says of weights in fewer bits; None for plain ones."""
+    """The quantisation fields of a configuration; None if its weights are plain."""
     text = config.get("text_config")
     nested = text.get("quantization_config") if isinstance(text, dict) else None
     given = config.get("quantization_config") or nested
@@ -211,8 +215,8 @@ def _require(
 
 
 def block_of(value: object) -> tuple[int, int] | None:
-    """The height and the width of a block of weights that share a scale, of `[64, 48]` or of
-    compressed-tensors' "64x48"; None where `value` is neither."""
+    """Height and width of a block of weights that share a scale. `value` is a list `[64, 48]` or
+    compressed-tensors' text "64x48"; None for anything else."""
     if isinstance(value, str) and (found := BLOCK.fullmatch(value)):
         value = [int(found[1]), int(found[2])]
     if not isinstance(value, list) or len(value) != 2 or not all(map(_is_size, value)):
@@ -248,4 +252,4 @@ FIELDS: Mapping[str, tuple[Callable[[object], bool], str]] = {
     "transform_config": (lambda value: isinstance(value, dict), "an object"),
     "weight_block_size": (_is_block, "two sizes"),
 }
-"""Fields that readers of weights look into: whether a value fits, and what is expected."""
+"""Quantisation fields that are checked: a test of the value, and the expected kind as text."""

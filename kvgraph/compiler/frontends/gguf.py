@@ -1,9 +1,9 @@
-"""GGUF: one file with a configuration, a tokenizer and weights, read as a checkpoint folder.
+"""GGUF: read one file with a configuration, a tokenizer and weights as a checkpoint folder.
 
-transformers says what the configuration and the tokenizer are, the gguf package reads the file;
-what the file says and transformers leaves out is added here, or refused by name.
-Only architectures are taken whose file says all that the configuration does: others leave
-constants to llama.cpp's code (scales of Gemma's queries, say).
+transformers converts the configuration and the tokenizer; the gguf package reads the file. Fields
+that transformers leaves out are added here, or refused by name.
+An architecture is supported only if its files hold the whole configuration. Others leave constants
+to llama.cpp's code, such as the scale of Gemma's queries.
 """
 
 from __future__ import annotations
@@ -54,14 +54,14 @@ if TYPE_CHECKING:
 ARCHITECTURES = ("llama", "qwen2", "qwen3", "qwen3moe")
 
 HEADS = ("output.weight", "token_embd.weight")
-"""Of the output projection: its own, or those of the embedding."""
+"""Tensor names of the output projection: its own weight, else the embedding's."""
 
 ROTARY = "rope_freqs.weight"
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
 
 ENDS = ("eos", "eot", "eom")
 HARMONY_ENDS = ("<|return|>", "<|call|>")
-"""Where a vocabulary has both, <|end|> ends a message, and no answer."""
+"""Harmony's end tokens. In a vocabulary with both, <|end|> ends a message but not the answer."""
 SPELLED_ENDS = (
     *HARMONY_ENDS,
     "<|end|>",
@@ -73,35 +73,35 @@ SPELLED_ENDS = (
     "<end_of_turn>",
     "<EOT>",
 )
-"""End tokens, whatever role a file gives them."""
+"""Tokens that end an answer, even if the file gives them no such role."""
 
 ROLES = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
-"""Of tokens, in a tokenizer's settings -> in the file."""
+"""Roles of tokens: name in a tokenizer's settings -> name in the file's fields."""
 
 TEMPLATE_FIELD = "tokenizer.chat_template"
 NAMED_TEMPLATE = f"{TEMPLATE_FIELD}."
 
 SPACE = "▁"
-"""As SentencePiece spells it."""
+"""The character that SentencePiece writes for a space."""
 
 CONTROL, USER_DEFINED = 3, 4
-"""Types of tokens that are found in a text before it is split."""
+"""GGUF token types that are matched in a text before it is split."""
 
 LLAMA3_SPLITS = ("llama-bpe", "llama-v3", "llama3", "falcon-h1", "falcon3", "jina-v5-nano", "lfm2")
 WHOLE_WORDS = (*LLAMA3_SPLITS, "midm-2.0", "pixtral", "tekken")
-"""Ways to split for which llama.cpp takes a word that is a token without its merges, and adds BOS
-where the file does not say."""
+"""Pre-tokenizers for which llama.cpp ignores merges if a word is itself a token, and adds BOS by
+default."""
 
 GPT2, DIGITS = ("gpt-2", "phi-2"), ("refact", "smollm", "starcoder")
-"""DIGITS: as GPT-2, behind a split at each digit."""
+"""Pre-tokenizers that split as GPT-2 does; those in DIGITS split at each digit first."""
 
 
 @contextmanager
 def as_folder(model: Path) -> Iterator[Path]:
-    """`model` itself; or of a GGUF file a folder for the while, with its configuration and
+    """The folder `model` itself, or a temporary folder with a GGUF file's configuration and
     tokenizer. Errors name the file.
 
-    ModelError or UnsupportedError for a file that is damaged, or says less than a compile needs.
+    ModelError or UnsupportedError if the file is damaged, or compile cannot take it.
     """
     if not (model.is_file() and is_gguf(model)):
         yield model
@@ -157,7 +157,7 @@ def _config(path: Path, reader: GGUFReader, kind: str) -> dict[str, object]:
         read = transformers.AutoConfig.from_pretrained(
             only, gguf_file=path.name, local_files_only=True
         )
-        if read.model_type == "mistral":  # of a Llama whose name is "mistral"
+        if read.model_type == "mistral":  # transformers' guess for a Llama named "mistral"
             read = _llama(reader, read)
     config: dict[str, object] = read.to_dict() | {"dtype": "bfloat16"}
     config.pop("_name_or_path", None)
@@ -168,7 +168,7 @@ def _config(path: Path, reader: GGUFReader, kind: str) -> dict[str, object]:
         ("head_dim", width),
         ("moe_intermediate_size", field(reader, f"{kind}.expert_feed_forward_length")),
     ):
-        if given is not None and name in config:  # transformers leaves it to its defaults
+        if given is not None and name in config:  # transformers ignores the field
             config[name] = int(given)
     config["eos_token_id"] = _ends(reader) or None
     config["bos_token_id"] = field(reader, "tokenizer.ggml.bos_token_id")
@@ -179,8 +179,7 @@ def _config(path: Path, reader: GGUFReader, kind: str) -> dict[str, object]:
 
 
 def _ends(reader: GGUFReader) -> list[int]:
-    """End tokens: those that have the role, and those that are spelled as one, as llama.cpp takes
-    them."""
+    """Ids of end tokens: tokens with such a role, and tokens in SPELLED_ENDS, as in llama.cpp."""
     tokens, types = (entries(reader, f"tokenizer.ggml.{name}") for name in ("tokens", "token_type"))
     given = [field(reader, f"tokenizer.ggml.{name}_token_id") for name in ENDS]
     found = [int(end) for end in given if end is not None]
@@ -196,7 +195,7 @@ def _ends(reader: GGUFReader) -> list[int]:
 
 
 def _llama(reader: GGUFReader, read: PreTrainedConfig) -> PreTrainedConfig:
-    """The configuration of a Llama, of which `read` is transformers' as a Mistral."""
+    """A Llama configuration from the file; transformers took it for a Mistral, in `read`."""
     import transformers
     from transformers.integrations import GGUF_CONFIG_MAPPING
 
@@ -208,7 +207,7 @@ def _llama(reader: GGUFReader, read: PreTrainedConfig) -> PreTrainedConfig:
 
 
 def _require_plain(path: Path, reader: GGUFReader, kind: str, width: int, context: int) -> None:
-    """UnsupportedError for metadata that changes the numbers, and that no configuration takes."""
+    """Raise UnsupportedError for metadata that changes results but fits no configuration."""
     for name, plain in (
         ("rope.dimension_count", width),
         ("rope.scaling.attn_factor", 1),
@@ -229,7 +228,10 @@ def _require_plain(path: Path, reader: GGUFReader, kind: str, width: int, contex
 
 
 def _llama3(path: Path, reader: GGUFReader, kind: str, width: int, by: np.ndarray) -> JsonObject:
-    """Parameters of the rotary embedding of `width` whose frequencies are divided `by` these."""
+    """Rope parameters of Llama 3.1 for heads of `width`, with frequencies divided by `by`.
+
+    UnsupportedError if `by` are not Llama 3.1's factors.
+    """
     import transformers
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
@@ -250,7 +252,7 @@ def _llama3(path: Path, reader: GGUFReader, kind: str, width: int, by: np.ndarra
 
 
 def _write_tokenizer(path: Path, reader: GGUFReader, folder: Path) -> None:
-    """transformers' tokenizer, with the file's own tokens at their places."""
+    """Write transformers' conversion of the tokenizer, corrected to the file's own token ids."""
     model, pre = (field(reader, f"tokenizer.ggml.{name}") for name in ("model", "pre"))
     if model not in ("gpt2", "llama"):
         raise refuse(path, "tokenizer.ggml.model", "'gpt2' or 'llama'", repr(model))
@@ -291,7 +293,7 @@ def _write_tokenizer(path: Path, reader: GGUFReader, folder: Path) -> None:
 
 
 def _write_templates(path: Path, reader: GGUFReader, folder: Path) -> None:
-    """Chat templates that have a name; transformers writes the default."""
+    """Write named chat templates; transformers writes the default one. All are checked here."""
     for key in reader.fields:
         if key == TEMPLATE_FIELD or key.startswith(NAMED_TEMPLATE):
             require_template(f"{path}: {key}", field(reader, key))
@@ -305,10 +307,10 @@ def _write_templates(path: Path, reader: GGUFReader, folder: Path) -> None:
 
 
 def _splits() -> frozenset[str]:
-    """Names of ways to split that transformers knows."""
+    """Names of pre-tokenizers that transformers knows."""
     try:
         from transformers.integrations.gguf import gguf_tokenizer_mapping as mapping
-    except ImportError:  # an older one, which splits all as GPT-2
+    except ImportError:  # older versions split every text as GPT-2 does
         return frozenset()
     return frozenset(mapping.GGUF_PRE_TOKENIZER_SPLITS)
 
@@ -327,9 +329,9 @@ def _convert(path: Path, folder: Path, adds_bos: bool) -> None:
 
 
 def _place_tokens(data: JsonObject, tokens: Sequence[str], whole: Mapping[int, bool]) -> None:
-    """The file's spelling of each token at its place, where transformers respells it as bytes.
+    """Put the file's spelling of each token at its id; transformers may respell it as bytes.
 
-    `whole`: places of tokens that are found in a text, and whether they are special.
+    `whole`: ids of tokens that are matched in a text, and whether each is special.
     """
     vocab = {token: place for place, token in enumerate(tokens)}
     data["model"]["vocab"] = vocab
@@ -343,7 +345,7 @@ def _place_tokens(data: JsonObject, tokens: Sequence[str], whole: Mapping[int, b
 
 
 def _split_by(data: JsonObject, pre: str) -> None:
-    """What transformers leaves out of a byte-level tokenizer."""
+    """Add to a byte-level tokenizer what transformers leaves out: digits, whole words, NFC."""
     if pre in DIGITS:
         digits = {"type": "Digits", "individual_digits": True}
         steps = [digits, data["pre_tokenizer"]]
@@ -354,8 +356,10 @@ def _split_by(data: JsonObject, pre: str) -> None:
 
 
 def _spell_spaces(data: JsonObject, *, has_prefix: bool) -> None:
-    """As SentencePiece does. `has_prefix`: one more before each text between special tokens,
-    whatever it starts with, and none before what is decoded."""
+    """Make the tokenizer write spaces as SentencePiece does.
+
+    `has_prefix`: add a space before each text between special tokens, and strip it when decoding.
+    """
     spell = {"type": "Replace", "pattern": {"String": " "}, "content": SPACE}
     steps = [{"type": "Prepend", "prepend": SPACE}, spell] if has_prefix else [spell]
     data["normalizer"] = {"type": "Sequence", "normalizers": steps}
@@ -382,7 +386,7 @@ def _require_places(path: Path, file: Path, tokens: Mapping[int, str]) -> None:
 
 
 def _stored(tensors: Sequence[ReaderTensor]) -> dict[str, object]:
-    """Bits of most weights (None: floats), and the type of most blocks."""
+    """`bits`: nearest bits of packed weights (None: floats); `blocks`: type of most elements."""
     counts: Counter[str] = Counter()
     for tensor in tensors:
         counts[tensor.tensor_type.name] += int(tensor.n_elements)

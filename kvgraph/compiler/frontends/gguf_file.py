@@ -1,4 +1,4 @@
-"""Opens a GGUF file: its fields, its tensors, and how it is refused."""
+"""Open a GGUF file, read its fields, and refuse what compile cannot take."""
 
 from __future__ import annotations
 
@@ -36,18 +36,18 @@ NUMBERS = (
     "rope.freq_base",
     "vocab_size",
 )
-"""Fields of an architecture that a configuration is made of."""
+"""Fields of an architecture that make its configuration; each is a number."""
 
 COUNTS_OF_PARTS = ("expert_count", "expert_used_count", "rope.dimension_count")
-"""Of these fields, those that may be 0."""
+"""Fields of NUMBERS that may be 0."""
 
 UNKNOWN_TYPE = re.compile(r"(\d+)\)? is not a valid GGMLQuantizationType")
-"""Of a tensor, in the gguf package's words."""
+"""The gguf package's message for a tensor type that it does not know."""
 
 
 @contextmanager
 def told_of(path: Path, folder: str) -> Iterator[None]:
-    """Errors that name a `folder` with parts of the file, or its configuration, name `path`."""
+    """Make errors name the GGUF file `path`, not the temporary `folder` or its config.json."""
     try:
         yield
     except KVGraphError as error:
@@ -58,8 +58,8 @@ def told_of(path: Path, folder: str) -> Iterator[None]:
 
 
 def open_file(path: Path) -> GGUFReader:
-    """ModelError for a damaged file. UnsupportedError for one in another machine's byte order, or
-    with a type of tensors that the gguf package does not know."""
+    """Open a GGUF file. ModelError: it is damaged. UnsupportedError: its byte order is not this
+    machine's, or the gguf package does not know a tensor's type."""
     try:
         import transformers  # noqa: F401
         from gguf import GGUFReader
@@ -71,7 +71,7 @@ def open_file(path: Path) -> GGUFReader:
     require_fetched([path])
     try:
         reader = GGUFReader(path)
-    except Exception as error:  # it checks nothing
+    except Exception as error:  # the reader validates nothing, so a damaged file raises any error
         let_pass(error)
         unknown = UNKNOWN_TYPE.search(str(error))
         if unknown is not None:
@@ -98,7 +98,7 @@ def is_decoded(kind: GGMLQuantizationType) -> bool:
 
 
 def nearest_bits(tensors: Sequence[ReaderTensor]) -> int | None:
-    """Of packed weights, those nearest to what tensors take; None: floats."""
+    """Bits of packed weights (4 or 8) nearest to the tensors' bits per element; None: floats."""
     elements = sum(int(tensor.n_elements) for tensor in tensors)
     bits = 8 * sum(int(tensor.n_bytes) for tensor in tensors) / max(1, elements)
     return 4 if bits < 5.5 else 8 if bits < 10 else None
@@ -112,8 +112,11 @@ def field(reader: GGUFReader, name: str) -> str | int | float | None:
 
 @contextmanager
 def alone(path: Path, what: str) -> Iterator[Path]:
-    """A folder with a link to the file and nothing else, in which transformers reads `what`: it
-    takes a tokenizer.json in the file's own folder before the file's tokenizer."""
+    """A temporary folder with only a link to the file, in which transformers reads `what`.
+
+    In the file's own folder it would prefer a tokenizer.json to the file's tokenizer.
+    ModelError if `what` cannot be read.
+    """
     folder = tempfile.TemporaryDirectory(prefix="kvgraph-gguf-")
     with quiet_loggers("transformers"), folder as name:
         (Path(name) / path.name).symlink_to(path.absolute())
@@ -125,8 +128,10 @@ def alone(path: Path, what: str) -> Iterator[Path]:
 
 
 def generation(reader: GGUFReader) -> dict[str, object]:
-    """What a generation_config.json says of sampling; nothing where the file says nothing. Numbers
-    are float32, of decimals that people wrote."""
+    """Sampling fields for a generation_config.json; empty if the file has none.
+
+    The file has float32 numbers; they are rounded to the decimals that their authors wrote.
+    """
     given = {name: field(reader, own) for own, name in SAMPLING.items()}
     found: dict[str, object] = {
         name: float(f"{value:.6g}") if isinstance(value, float) else value
@@ -143,11 +148,11 @@ SAMPLING = {
     "general.sampling.min_p": "min_p",
     "general.sampling.penalty_repeat": "repetition_penalty",
 }
-"""Fields of a file -> those of a generation_config.json."""
+"""Field of a GGUF file -> field of a generation_config.json."""
 
 
 def require_numbers(path: Path, reader: GGUFReader, names: Iterable[str]) -> None:
-    """UnsupportedError for a field of these that is there and is no number."""
+    """Raise UnsupportedError if one of these fields is present and is no number."""
     for name in names:
         given = field(reader, name)
         if given is not None and (isinstance(given, bool) or not isinstance(given, int | float)):
@@ -155,7 +160,7 @@ def require_numbers(path: Path, reader: GGUFReader, names: Iterable[str]) -> Non
 
 
 def require_sizes(path: Path, reader: GGUFReader, kind: str) -> None:
-    """UnsupportedError for a field of NUMBERS, of architecture `kind`, that is no size."""
+    """Raise UnsupportedError if a field of NUMBERS, for architecture `kind`, is no valid size."""
     require_numbers(path, reader, (f"{kind}.{name}" for name in NUMBERS))
     for name in NUMBERS:
         given = field(reader, own := f"{kind}.{name}")
@@ -164,8 +169,8 @@ def require_sizes(path: Path, reader: GGUFReader, kind: str) -> None:
 
 
 def require_vocabulary(path: Path, reader: GGUFReader, *, is_bytes: bool) -> None:
-    """UnsupportedError for a tokenizer without tokens, or without what splits a text into them:
-    merges, or of SentencePiece scores."""
+    """Raise UnsupportedError if the tokenizer has no tokens, or lacks merges (byte-level) or scores
+    (SentencePiece)."""
     tokens, merges, scores = (
         reader.get_field(f"tokenizer.ggml.{name}") for name in ("tokens", "merges", "scores")
     )
@@ -182,7 +187,7 @@ def require_vocabulary(path: Path, reader: GGUFReader, *, is_bytes: bool) -> Non
 
 
 def entries(reader: GGUFReader, name: str) -> list[object]:
-    """Of a field that is a list; none where it is another kind."""
+    """Entries of a field that is a list; empty if it is missing or no list."""
     found = reader.get_field(name)
     given = None if found is None else found.contents()
     return given if isinstance(given, list) else []

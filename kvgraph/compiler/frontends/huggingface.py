@@ -1,6 +1,6 @@
-"""Reads any Hugging Face decoder whose attention goes through transformers' attention interface.
+"""Read any Hugging Face decoder whose attention goes through transformers' attention interface.
 
-What is read runs as `decoder.py` says.
+`decoder.py` runs the model over the graph's signature.
 """
 
 from __future__ import annotations
@@ -80,13 +80,13 @@ def load(
     folder: Path, dtype: str, *, max_seq_len: int | None = None, weightless: bool = False
 ) -> Model:
     """Read a checkpoint folder in `dtype`, for contexts of `max_seq_len` tokens (default: as many
-    as it says).
+    as its configuration says).
 
-    `weightless`: parameters are fake and the model's `checkpoint` says where their values are,
-    unless transformers has to load them: then its `loaded` says why.
-    ModelError: a folder that is missing, truncated or lacks weights. ParamsError: a context that
-    the model does not have. UnsupportedError: an architecture that is not a decoder of the
-    attention interface.
+    `weightless`: parameters are fake, and the model's `checkpoint` holds the sources of their
+    values. If transformers has to load them instead, the model's `loaded` says why.
+    ModelError: the folder is missing, truncated or lacks weights. ParamsError: the model does not
+    allow such a context. UnsupportedError: the architecture is no decoder that uses the attention
+    interface.
     """
     config = read_config(folder)
     for index in INDEXES:
@@ -98,7 +98,7 @@ def load(
         try:
             return _load(transformers, folder, config, dtype, max_seq_len, weightless)
         except ModelError:
-            with suppress(ModelError):  # what is no decoder has other weights
+            with suppress(ModelError):  # a model that is no decoder is refused for that first
                 _describe(transformers, folder, config, dtype)
             raise
 
@@ -113,7 +113,7 @@ def _load(
 ) -> Model:
     text = _decoder_config(transformers, folder, config)
     if not _class_of(transformers, text)._supports_attention_backend:
-        with fake_parameters():  # before weights are read for nothing
+        with fake_parameters():  # refuse it before weights are read
             _probed(_make(transformers, folder, text, dtype), text)
     longest = _longest(text, max_seq_len)
     files = text_files(folder, text.vocab_size)
@@ -172,8 +172,11 @@ def _load(
 def _tokens(
     folder: Path, text: PretrainedConfig, larger: PretrainedConfig | None
 ) -> tuple[tuple[int, ...], int | None]:
-    """End tokens and the begin token: of generation_config.json, of the `larger` model that `text`
-    is a part of, or of `text`. A model that is no part begins as its config.json says."""
+    """End tokens and the begin token.
+
+    They come from generation_config.json, else from the `larger` model that `text` is a part of,
+    else from `text`. Without a larger model, the begin token comes from config.json only.
+    """
     eos, begin = end_tokens(folder / GENERATION)
     bos = None if larger is None else begin
     for config in (larger, text):  # not every type has them
@@ -187,8 +190,8 @@ def _tokens(
 def _notes_of(
     layers: tuple[LayerNeed, ...], config: PretrainedConfig, form: str
 ) -> tuple[str, ...]:
-    """How weights are stored in fewer bits, and what a latent attention (MLA) costs that is
-    computed from keys and values of all heads."""
+    """Notes for the manifest: the quantised form of the weights, and the cost of a latent attention
+    (MLA) that is cached as keys and values of all heads."""
     stored = [f"weights: the checkpoint's are {form}"] if form else []
     rank = getattr(config, "kv_lora_rank", None)
     if not rank:
@@ -211,7 +214,7 @@ def _build(
     larger: PretrainedConfig | None,
     dtype: str,
 ) -> tuple[PreTrainedModel | None, Located]:
-    """The model with fake parameters and where their values are, or why it has to be loaded."""
+    """The model with fake parameters, and the sources of their values or why it must be loaded."""
     with fake_parameters():
         model = _make(transformers, folder, text, dtype)
     located = locate(model, folder, config, larger)
@@ -223,7 +226,7 @@ def _build(
 def _make(
     transformers: ModuleType, folder: Path, config: PretrainedConfig, dtype: str
 ) -> PreTrainedModel:
-    """The model of a configuration; ModelError where one of its values is none that it takes."""
+    """Build a configuration's model. ModelError: transformers does not take one of its values."""
     auto = transformers.AutoModelForCausalLM
     known = transformers.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING
     make = (
@@ -234,9 +237,9 @@ def _make(
     except Exception as error:
         let_pass(error)
         why = ""
-        if isinstance(error, KeyError) and error.args == (NAME,):  # a table of its own classes
+        if isinstance(error, KeyError) and error.args == (NAME,):  # not in the model's own table
             why = Reason.NO_INTERFACE.said()
-        if isinstance(error, RuntimeError) and "Couldn't swap" in str(error):  # fake ones
+        if isinstance(error, RuntimeError) and "Couldn't swap" in str(error):  # fake parameters
             why = Reason.CONVERTED.said()
         if why:
             raise UnsupportedError(unsupported(config.model_type, why)) from error
@@ -268,16 +271,16 @@ class Description:
     architecture: str
     layers: tuple[LayerNeed, ...]
     module: nn.Module
-    """Parameters are fake."""
+    """The model, with fake parameters."""
     max_seq_len: int
     most_seq_len: int
-    """That may be asked for."""
+    """Longest context, in tokens, that the user may ask for."""
 
 
 def describe(folder: Path, dtype: str) -> Description:
-    """What `load` would give, from config.json alone: parameters are made fake.
+    """Describe the model that `load` would read, from config.json alone; parameters are fake.
 
-    Raises as `load` does, except that weights are not looked at.
+    It raises what `load` raises, except for errors about weights.
     """
     config = read_config(folder)
     transformers = _transformers()
@@ -295,7 +298,10 @@ def _describe(transformers: ModuleType, folder: Path, config: Config, dtype: str
 
 
 def _longest(config: PretrainedConfig, asked: int | None = None) -> int:
-    """Tokens of the longest context."""
+    """Tokens of the longest context: `asked`, or the configuration's.
+
+    UnsupportedError if the configuration has no limit.
+    """
     found = longest_of(config, asked)
     if found is None:
         raise UnsupportedError(unsupported(config.model_type, Reason.NO_LIMIT.said()))
@@ -318,18 +324,19 @@ def _transformers() -> ModuleType:
 
 
 def _decoder_config(transformers: ModuleType, folder: Path, config: Config) -> PretrainedConfig:
-    """The configuration of the text decoder; UnsupportedError where there is none for us."""
+    """The configuration of the text decoder. UnsupportedError if there is none, or compile cannot
+    take it."""
     hf_config = _parse_config(transformers, folder, config)
     try:
         text = hf_config.get_text_config()
         _require_decoder(transformers, text, is_part=text is not hf_config)
         if text is not hf_config and "tie_word_embeddings" in config:
-            text.tie_word_embeddings = config["tie_word_embeddings"]  # the whole model's word
+            text.tie_word_embeddings = config["tie_word_embeddings"]  # the whole model decides
         if hasattr(text, "quantization_config"):
-            del text.quantization_config  # modules are those of the plain model
+            del text.quantization_config  # transformers must build the plain model's modules
     except UnsupportedError:
         raise
-    except Exception as error:  # of transformers, which says it in its own terms
+    except Exception as error:  # transformers raises various types here
         let_pass(error)
         why = Reason.SEVERAL_PARTS.said()
         raise UnsupportedError(unsupported(config["model_type"], why)) from error
@@ -360,5 +367,5 @@ def _require_decoder(transformers: ModuleType, config: PretrainedConfig, *, is_p
 
 
 def _is_loaded(transformers: ModuleType, config: PretrainedConfig) -> bool:
-    """Whether transformers has a language model of the whole configuration."""
+    """Whether transformers has a causal language model class for `config` itself."""
     return type(config) in transformers.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING

@@ -1,8 +1,8 @@
-"""A causal language model of a language part that has no such class of its own.
+"""Make a causal language model of a text part for which transformers has no such class.
 
-Qwen2.5-VL and others have a model of text inside a larger one, whose output projection belongs to
-the whole. Positions of text are the same along all axes, so that rotary embeddings of several axes
-(M-RoPE) are the plain ones.
+Qwen2.5-VL and others have a text model inside a larger one, and the output projection belongs to
+the larger one. Positions of text are the same along all axes, so rotary embeddings of several axes
+(M-RoPE) equal the plain ones.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def language_model(base: type[PreTrainedModel]) -> type[PreTrainedModel]:
-    """The class of `base`, a model that ends with hidden states, and an output projection."""
+    """A class that adds an output projection to `base`, a model that returns hidden states."""
     from transformers.modeling_outputs import CausalLMOutput
 
     class LanguageModel(base.__bases__[0]):  # type: ignore[misc,name-defined]

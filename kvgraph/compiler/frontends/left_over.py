@@ -1,5 +1,5 @@
-"""Tensors of a checkpoint that the model has no parameter for: a head of another task, an adapter
-that was not merged, a layer that the configuration does not count."""
+"""Find tensors of a checkpoint for which the model has no parameter: a head for another task, an
+adapter that was not merged, a layer that the configuration does not count."""
 
 from __future__ import annotations
 
@@ -16,21 +16,22 @@ if TYPE_CHECKING:
 COMPUTED = re.compile(
     r"(^|\.)(rotary_emb\..*|inv_freq|position_ids|(self_attn|attention|attn)\.(masked_)?bias)$"
 )
-"""Buffers that older checkpoints store, and models compute."""
+"""Names of buffers that older checkpoints store and models compute."""
 
 DRAFTS = re.compile(r"^(model\.)?mtp\b")
-"""Of layers that guess tokens ahead."""
+"""Names of layers for multi-token prediction, which draft tokens ahead."""
 
 LAYER = re.compile(r"\blayers\.(\d+)\.")
 
 MOST_ZEROS = 1 << 20
-"""Elements of a bias that is looked at: AutoGPTQ stores one of zeros where a layer has none."""
+"""Most elements of a bias that is read to see if it is all zeros. AutoGPTQ stores such a bias for
+layers without one."""
 
 
 def left_over(
     model: PreTrainedModel, names: Iterable[str], values: Mapping[str, Values]
 ) -> list[str]:
-    """Those of `names` that a user would miss."""
+    """Tensors of `names` that a user needs: no computed buffers, draft layers or zero biases."""
     known = [re.compile(each) for each in model._keys_to_ignore_on_load_unexpected or ()]
     known += [COMPUTED, DRAFTS]
     count = getattr(model.config, "num_hidden_layers", 0)

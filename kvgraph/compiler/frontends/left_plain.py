@@ -1,15 +1,15 @@
-"""Which layers a checkpoint in fewer bits leaves as they were: by its tensors, or where these are
-not at hand by the lists of its configuration.
+"""Find the layers that a quantised checkpoint leaves plain: by its tensors or, if these are not at
+hand, by the lists of its configuration.
 
-Names are those of modules. What tools mean by an entry:
+Names are those of modules. Entries of the lists mean:
 
-    compressed-tensors   `ignore`, and what no group has among its `targets`: a name, "re:" and a
-                         pattern of a name's start, or a class (compressed_tensors.utils.match)
-    modelopt             `ignore`, `exclude_modules`: a name with wildcards, or names within one;
-                         of mixed precision: what is not in `quantized_layers`
-    others               `modules_to_not_convert`, `ignored_layers`: names within a name, its end,
-                         or a pattern; of GPTQ also what `dynamic` takes out ("-:") and what
-                         `modules_in_block_to_quantize` leaves out
+    compressed-tensors   `ignore`, and modules in no group's `targets`: a name, "re:" and a pattern
+                         for the start of a name, or a class (compressed_tensors.utils.match)
+    modelopt             `ignore`, `exclude_modules`: a name with wildcards, or parts of a name;
+                         with mixed precision: modules that are not in `quantized_layers`
+    others               `modules_to_not_convert`, `ignored_layers`: parts of a name, the end of a
+                         name, or a pattern; with GPTQ also patterns of `dynamic` with "-:", and
+                         modules that `modules_in_block_to_quantize` leaves out
 """
 
 from __future__ import annotations
@@ -21,27 +21,33 @@ from fnmatch import fnmatchcase
 from kvgraph.compiler.frontends.folder import Config, quantization
 
 LANGUAGE_PARTS = ("language_model.", "text_model.")
-"""What a larger model calls its language part, before or behind `model.`."""
+"""Prefixes of the language part's names in a larger model, before or after `model.`."""
 
 CLASS = "Linear"
 EXPERT = ("", ".gate_up_proj", ".0.gate_proj", ".0.up_proj", ".0.w1")
-"""Behind the name of a layer of experts: names that one of its matrices has."""
+"""Suffixes that make a matrix's name of the name of a layer of experts."""
 
 Rule = Callable[[str], bool]
-"""Whether a module of that name is left plain."""
+"""`rule(name)`: whether the module of that name is left plain."""
 
 _Rule = Callable[[list[str]], bool]
-"""The same, of all the names that a module may have."""
+"""`rule(names)`: whether a module that may have any of these names is left plain."""
 
 
 def left_plain(config: Config, stored: Mapping[str, bool]) -> Rule:
-    """Of linear layers. `stored`: weights whose tensors are at hand -> whether they are plain; that
-    goes before what lists say."""
+    """The rule for linear layers.
+
+    `stored`: name of a weight whose tensors are at hand -> whether it is plain. It takes precedence
+    over the configuration's lists.
+    """
     return _by_names(config, stored, [""])
 
 
 def left_plain_experts(config: Config, stored: Mapping[str, bool]) -> Rule:
-    """Of layers of experts, by their own names and those of their first matrices."""
+    """The rule for layers of experts, by their own names and the names of their first matrices.
+
+    `stored`: see `left_plain`.
+    """
     return _by_names(config, stored, EXPERT)
 
 
@@ -64,7 +70,7 @@ def _by_names(config: Config, stored: Mapping[str, bool], ends: Sequence[str]) -
 
 
 def _spellings(name: str) -> Iterator[str]:
-    """A name, and those that it has in a larger model."""
+    """A name itself, and the names that it may have in a larger model."""
     yield name
     for part in LANGUAGE_PARTS:
         yield f"{part}{name}"
@@ -87,7 +93,8 @@ def _of_compressed_tensors(given: Config) -> _Rule:
 
 
 def _targets(groups: object) -> Iterator[str]:
-    """Of all groups with weights; one that names none, or none at all, is of every linear layer."""
+    """Targets of all groups with weights. A group without targets, and a configuration without
+    groups, mean every linear layer."""
     for group in groups.values() if isinstance(groups, dict) and groups else [None]:
         if isinstance(group, dict) and not group.get("weights"):
             continue
@@ -118,7 +125,7 @@ def _of_others(given: Config) -> _Rule:
 
 
 def _texts(found: object) -> list[str]:
-    """Those in a list, or in lists within."""
+    """The strings in a nested list; a single string counts as a list of one."""
     if isinstance(found, str):
         return [found]
     return [text for each in found for text in _texts(each)] if isinstance(found, list) else []
@@ -129,12 +136,12 @@ def _end(names: list[str], end: str) -> bool:
 
 
 def _is_within(pattern: str, names: list[str]) -> bool:
-    """Whether it is whole parts of a name: "gate" is none of "mlp.gate_proj"."""
+    """Whether `pattern` matches whole parts of a name: "gate" does not match "mlp.gate_proj"."""
     return _found(re.search, rf"(?:^|\.)(?:{pattern})(?:\.|$)", names)
 
 
 def _found(how: Callable[[str, str], object], pattern: str, names: list[str]) -> bool:
     try:
         return any(how(pattern, name) for name in names)
-    except re.error:  # of a list that no reader of weights looks into
+    except re.error:  # entries of these lists are not checked when the configuration is read
         return False

@@ -1,4 +1,4 @@
-"""How long contexts may be, by a configuration's rotary parameters. Imports no torch."""
+"""Find the longest context that a configuration's rotary parameters allow. Imports no torch."""
 
 from __future__ import annotations
 
@@ -11,20 +11,21 @@ DYNAMIC, YARN = "dynamic", "yarn"
 ORIGINAL = "original_max_position_embeddings"
 
 RopeParameters = Mapping[str, object]
-"""A configuration's `rope_parameters`, or `rope_scaling`: of all layers, or of a layer type."""
+"""A configuration's `rope_parameters` or `rope_scaling`: for all layers, or by layer type."""
 
 
 def most_tokens(given: RopeParameters, own: int) -> int:
-    """Tokens that frequencies are for, in a model whose configuration names `own`: dynamic ones
-    stretch `factor` times `own`, YaRN's are for `factor` times its original length.
+    """Tokens of the longest context for which the rotary frequencies are valid, at least `own`.
 
-    `given`: of all layers, or by layer type. ModelError where these are no numbers.
+    `own`: the context length that the configuration names. Dynamic frequencies stretch to `factor`
+    times `own`, YaRN's to `factor` times the original length.
+    `given`: rotary parameters, for all layers or by layer type. ModelError if a field is no number.
     """
     return max([own, *(_most(each, own) for each in _by_layer_type(given))])
 
 
 def number(given: RopeParameters, name: str) -> float:
-    """A field of them; ModelError where it is no finite number."""
+    """The rotary parameter `name`. ModelError if it is no finite number."""
     value = given.get(name)
     if not isinstance(value, int | float) or not math.isfinite(value):
         raise ModelError(
@@ -42,6 +43,6 @@ def _most(given: RopeParameters, own: int) -> int:
     kind = given.get("rope_type", given.get("type"))
     if kind == DYNAMIC:
         return int(own * number(given, "factor"))
-    if kind == YARN and given.get("factor") is not None:  # None: as the two lengths say
+    if kind == YARN and given.get("factor") is not None:  # None: `own` is the stretched length
         return int(number({ORIGINAL: own, **given}, ORIGINAL) * number(given, "factor"))
     return own

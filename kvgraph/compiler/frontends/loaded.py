@@ -1,4 +1,4 @@
-"""Weights that transformers loads: they pass through memory."""
+"""Load weights with transformers, which reads all of them into memory."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
 UNPICKLER = re.compile(r"WeightsUnpickler error: (.*?)(?: was not an allowed|\n|$)")
-"""What torch does not unpickle; around it stands how to do so all the same."""
+"""The part of torch's message that names what it refuses to unpickle, without the advice to load it
+all the same."""
 
 
 def load_weights(
@@ -31,7 +32,10 @@ def load_weights(
     dtype: str,
     implementations: Mapping[str, str],
 ) -> tuple[PreTrainedModel, list[str]]:
-    """The model, and tensors that it has no place for."""
+    """The loaded model, and names of tensors for which it has no parameter.
+
+    ModelError if weights cannot be read, are missing, or have other shapes.
+    """
     try:
         with quiet_warnings():
             model, info = transformers.AutoModelForCausalLM.from_pretrained(
@@ -58,8 +62,10 @@ def load_weights(
 
 
 def _of_pickles(folder: Path, error: Exception) -> str:
-    """Why pytorch_model.bin, or one of the shards that its index names, is not read; empty where
-    that is not what is read, or not what fails."""
+    """Why pytorch_model.bin, or a shard of its index, cannot be read, as text for an error.
+
+    Empty if the folder's weights are safetensors, or if the error has another cause.
+    """
     is_of_file = isinstance(error, EOFError | UnpicklingError | RuntimeError)
     if isinstance(error, OSError):
         is_of_file = error.errno is not None and error.filename is None

@@ -1,9 +1,9 @@
-"""What a model asks transformers' masks for: causal, or causal with a window or with chunks.
+"""Find the mask that a model asks transformers for: causal, or causal with a window or chunks.
 
 transformers calls the registered mask function with `mask_function(batch, head, query, key)`, which
-says whether a query sees a key. The function is asked here about real positions, and the model gets
-an `AskedMask` in place of a tensor; attention takes the window from it. Rows of a batch are told
-apart by the cache ops alone, so transformers' own detection of packed rows is switched off.
+says whether a query sees a key. Here it is called with real positions, and the model gets an
+`AskedMask` in place of a tensor; attention takes the window from it. Only the cache ops separate
+the rows of a batch, so transformers' own detection of packed rows is switched off.
 """
 
 from __future__ import annotations
@@ -29,24 +29,26 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 MOST_KEYS = 1 << 17
-"""Positions that a mask is asked about at most: 131,072 keys for each of some queries."""
+"""Most keys for which a mask is evaluated at some queries, unless its window is larger."""
 
 
 @dataclass(frozen=True)
 class AskedMask:
-    """Query i sees key j iff `i - window < j <= i`; a window of None sees all keys up to i.
+    """A mask in which query i sees key j if and only if `i - window < j <= i`.
 
-    Chunked: iff j is not behind i and both are in one chunk of `window` positions.
+    `window`: None: a query sees all keys up to its own position.
+    `chunked`: query i sees key j iff `j <= i` and both are in one chunk of `window` positions.
     """
 
     window: int | None
     chunked: bool = False
     why: str = ""
-    """Why no kernel has it: models ask for masks that none of their layers takes."""
+    """Why no kernel has this mask; empty if one does. The error is raised only when attention uses
+    the mask, because models ask for masks that none of their layers takes."""
 
 
 def register(transformers: ModuleType, name: str) -> None:
-    """Answer the masks of models whose attention implementation is `name`."""
+    """Register `asked_mask` for models with attention implementation `name`."""
     transformers.AttentionMaskInterface.register(name, asked_mask)
 
 
@@ -58,7 +60,7 @@ def asked_mask(
     config: PretrainedConfig | None = None,
     **_: object,
 ) -> AskedMask:
-    """transformers' mask function."""
+    """The mask of `mask_function`; transformers calls this when a model asks for a mask."""
     try:
         if attention_mask is not None and not _ones.get().has(attention_mask):
             raise UnsupportedError(Reason.PADDING.said())
@@ -89,8 +91,11 @@ def _asked(
 
 @contextlib.contextmanager
 def ragged_rows() -> Iterator[None]:
-    """Within it transformers does not look for packed rows in position ids, and chunks begin at a
-    row's first token: no row is padded on its left."""
+    """Make transformers build masks for ragged rows while this context is active.
+
+    It does not look for packed rows in position ids. Chunks begin at a row's first token, because
+    no row has padding on its left.
+    """
     from transformers import masking_utils
 
     ones = _Ones()
@@ -111,7 +116,10 @@ def ragged_rows() -> Iterator[None]:
 
 
 class _Ones(TorchFunctionMode):
-    """Knows the tensors that are made of ones: a padding mask of them masks nothing."""
+    """A torch mode that records tensors made by torch.ones, and casts of them.
+
+    A padding mask of ones masks nothing.
+    """
 
     CASTS = (torch.Tensor.to, torch.Tensor.bool, torch.Tensor.long, torch.Tensor.float)
 
@@ -136,7 +144,10 @@ _ones: ContextVar[_Ones] = ContextVar("ones", default=_Ones())  # noqa: B039
 
 
 def _read(mask_function: Callable[..., torch.Tensor], length: int) -> AskedMask:
-    """What a mask over `length` positions is."""
+    """The AskedMask that equals `mask_function` over `length` positions, tested at some queries.
+
+    UnsupportedError if the mask is neither causal, nor a sliding window, nor chunks.
+    """
     with _disable_current_modes(), torch.no_grad():
         key_K = torch.arange(length)
         size = _first_without(mask_function, length)
@@ -159,7 +170,7 @@ def _read(mask_function: Callable[..., torch.Tensor], length: int) -> AskedMask:
 
 
 def _first_without(mask_function: Callable[..., torch.Tensor], length: int) -> int:
-    """The first position that does not see position 0; `length` where all do."""
+    """The first position that does not see position 0; `length` if all do."""
     first = torch.zeros(1, dtype=torch.long)
 
     def is_blind(query: int) -> bool:
@@ -171,7 +182,7 @@ def _first_without(mask_function: Callable[..., torch.Tensor], length: int) -> i
 def _visible(
     mask_function: Callable[..., torch.Tensor], query_Q: torch.Tensor, key_K: torch.Tensor
 ) -> torch.Tensor:
-    """`[Q, K]`, of batch item and head 0."""
+    """`[Q, K]`: whether each query sees each key, in batch item 0 and head 0."""
     zero = torch.zeros(1, 1, dtype=torch.long)
     seen: torch.Tensor = mask_function(zero, zero, query_Q[:, None], key_K[None])
     return seen.expand(len(query_Q), len(key_K))

@@ -1,4 +1,4 @@
-"""A checkpoint described by the model that transformers builds of its configuration."""
+"""Describe a checkpoint by the model that transformers builds of its configuration."""
 
 from __future__ import annotations
 
@@ -22,20 +22,23 @@ from kvgraph.compiler.shards import shard_paths, stored_tensors
 from kvgraph.compiler.values import Plain
 
 FREQUENCIES = "inv_freq"
-"""How the name of a rotary embedding's frequencies ends in transformers."""
+"""The end of the name of a rotary embedding's frequencies in transformers."""
 ACTIVE = ("num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_topk", "moe_k")
-"""Names of how many experts a token takes."""
+"""Configuration fields for the number of experts that a token uses."""
 
 ROTATED_OTHERWISE = ("hunyuan_v1_dense", "hunyuan_v1_moe", "llama4_text", "nanochat")
-"""By complex numbers, or before a norm of q and k: fuse_rope leaves these as they are."""
+"""Model types that rotate by complex numbers, or before a norm of q and k. fuse_rope leaves these
+as they are."""
 ROTATED_FURTHER = ("llama_4_scaling_beta", "mrope_section")
-"""Rope parameters of what it leaves too: queries scaled by position, and several axes."""
+"""Rope parameters of models that fuse_rope leaves as they are: queries scaled by position, or
+positions of several axes."""
 
 
 def describe(folder: Path, dtype: str, ranks: int = 1) -> Described:
-    """From config.json alone; no weight is read. Of several ranks: the weights of one.
+    """Describe a checkpoint from config.json alone; no weight is read.
 
-    Raises as `huggingface.describe` does, and `cut`.
+    `ranks`: if above 1, sizes of weights are those of rank 0.
+    It raises what `huggingface.describe` and `cut` raise.
     """
     model = huggingface.describe(folder, dtype)
     module = _of_rank(model, dtype, ranks) if ranks > 1 else model.module
@@ -72,10 +75,10 @@ def describe(folder: Path, dtype: str, ranks: int = 1) -> Described:
 
 
 def plain_weights(folder: Path, config: Config) -> dict[str, bool]:
-    """Weights of a checkpoint in fewer bits, by the headers that a compile reads -> whether they
-    are plain; none where the files are not there.
+    """Whether each weight of a quantised checkpoint is plain, by its name, from the files' headers.
 
-    Raises as `weights_of` does.
+    Empty if the files are not at hand, the checkpoint is plain, or it is a GGUF file. It raises
+    what `weights_of` raises.
     """
     given, paths = quantization(config), shard_paths(folder)
     at_hand = paths and all(path.is_file() for path in paths)
@@ -91,7 +94,7 @@ def _table(module: nn.Module) -> nn.Embedding:
 
 
 def _of_rank(model: huggingface.Description, dtype: str, ranks: int) -> nn.Module:
-    """The part of rank 0."""
+    """The model cut to rank 0's part of `ranks`."""
     decoder = Decoder(model.module)
     whole = Model(decoder, model.architecture, model.layers, 1, model.max_seq_len, dtype)
     with next(decoder.parameters()).fake_mode:  # type: ignore[attr-defined]
@@ -100,7 +103,7 @@ def _of_rank(model: huggingface.Description, dtype: str, ranks: int) -> nn.Modul
 
 
 def _has_kernel(module: nn.Module, active: int | None) -> bool:
-    """Whether it is experts that `pack_experts` knows."""
+    """Whether `module` is a layer of experts that `pack_experts` supports."""
     if _gets_all(module):
         return active == 1
     has_gate = getattr(module, "has_gate", False)
@@ -108,7 +111,7 @@ def _has_kernel(module: nn.Module, active: int | None) -> bool:
 
 
 def _gets_all(module: nn.Module) -> bool:
-    """Whether it is experts that get all tokens, each times its score (Llama 4)."""
+    """Whether `module` is experts that each get all tokens, scaled by scores (Llama 4)."""
     weight = getattr(module, "gate_up_proj", None)
     is_stacked = isinstance(weight, nn.Parameter) and weight.dim() == 3
     return is_stacked and len(signature(type(module).forward).parameters) == 2  # with self
@@ -133,18 +136,18 @@ def _notes(modules: Iterable[nn.Module], active: int | None) -> Iterator[str]:
 
 
 def _active(config: object) -> int | None:
-    """Experts of a token, by the name that its family has for it."""
+    """Number of experts that a token uses, by the family's name for it; None if it has none."""
     found = (getattr(config, name, None) for name in ACTIVE)
     return next((number for number in found if isinstance(number, int)), None)
 
 
 def _linear(name: str, layer: nn.Linear, *, is_tied: bool, is_head: bool) -> Linear:
-    rows, columns = layer.weight.shape  # of a rank's part
+    rows, columns = layer.weight.shape  # out_features and in_features are those of the whole
     return Linear(rows, columns, layer.bias is not None, is_tied, is_head, name=name)
 
 
 def _rotary_dims(model: nn.Module) -> tuple[int, ...]:
-    """Of each table that fuse_rope makes: equal frequencies share one."""
+    """Dims of each table that fuse_rope makes; equal frequencies share one table."""
     if not _has_tables(model.config):
         return ()
     found = {
@@ -156,7 +159,7 @@ def _rotary_dims(model: nn.Module) -> tuple[int, ...]:
 
 
 def _has_tables(config: object) -> bool:
-    """Whether a head's first elements are rotated, and nothing comes between that and attention."""
+    """Whether fuse_rope applies: a head's first elements are rotated, directly before attention."""
     parameters = getattr(config, "rope_parameters", None) or {}
     is_latent = bool(getattr(config, "kv_lora_rank", None))  # MLA: a head's last elements
     return (
@@ -167,7 +170,7 @@ def _has_tables(config: object) -> bool:
 
 
 def _frequencies(embedding: nn.Module) -> Iterator[tuple[torch.Tensor, float]]:
-    """Each set that a module holds, and the factor of its cosines and sines."""
+    """The rotary frequencies that a module holds, each with the scale of its cosines and sines."""
     for name, frequencies in embedding.named_buffers(recurse=False):
         prefix = name.removesuffix(FREQUENCIES)
         is_original = prefix.removesuffix("_").endswith("original")

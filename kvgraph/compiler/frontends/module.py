@@ -1,4 +1,4 @@
-"""A user's own nn.Module whose attention calls `kvgraph.ops`."""
+"""Make a Model of a user's own nn.Module, whose attention calls `kvgraph.ops`."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ def load(
     eos_token_ids: int | Iterable[int] | None = None,
     bos_token_id: int | None = None,
 ) -> Model:
-    """Wrap `module`; what no configuration file says comes from the caller.
+    """Make a Model of `module`, with the facts that the caller gives in place of a config.json.
 
-    `tokenizer`: a tokenizer.json, or a folder with one and the other files about text; its
-    generation_config.json names the end tokens where `eos_token_ids` does not.
-    UnsupportedError names an argument that is missing, ModelError a file that is.
+    `tokenizer`: a tokenizer.json, or a folder with one and other text files. The folder's
+    generation_config.json names the end tokens if `eos_token_ids` is None.
+    UnsupportedError: an argument is missing or does not fit. ModelError: a file is missing.
     """
     if not isinstance(module, nn.Module):
         raise UnsupportedError(
@@ -101,7 +101,7 @@ def _files(tokenizer: str | Path | None, vocab_size: int) -> Files:
 
 
 def _dtype(module: nn.Module) -> tuple[str, str]:
-    """Of the first floating parameter, and which one that is."""
+    """The dtype of the first floating parameter, and its name for an error message."""
     for name, parameter in module.named_parameters():
         if parameter.dtype.is_floating_point:
             return str(parameter.dtype).removeprefix("torch."), f"first parameter {name!r}"
@@ -109,7 +109,7 @@ def _dtype(module: nn.Module) -> tuple[str, str]:
 
 
 def _require_python(module: nn.Module) -> None:
-    """UnsupportedError for code that is TorchScript's already: no trace follows it."""
+    """Raise UnsupportedError for TorchScript modules, which a trace cannot follow."""
     for name, part in module.named_modules():
         if isinstance(part, torch.jit.ScriptModule):
             raise UnsupportedError(
@@ -118,8 +118,8 @@ def _require_python(module: nn.Module) -> None:
 
 
 def _require_values(module: nn.Module) -> None:
-    """ModelError for parameters and buffers without values, UnsupportedError for sparse and packed
-    ones."""
+    """Raise ModelError for parameters or buffers without values, and UnsupportedError for sparse or
+    packed ones."""
     for name, tensor in chain(module.named_parameters(), module.named_buffers()):
         if is_lazy(tensor):
             raise ModelError(

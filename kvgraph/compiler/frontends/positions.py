@@ -1,9 +1,9 @@
-"""Parts of a model that number a step's tokens themselves get where these sit in their rows.
+"""Give real positions to parts of a model that number a step's tokens from 0.
 
-transformers' models are given `position_ids`; some parts count from 0 all the same, since they know
-of one sequence only: attention (Llama 4 scales its queries so), and embeddings of positions (BART).
-There a range as long as the step's tokens means positions; elsewhere it may number tokens for other
-ends, and stays.
+transformers' models get `position_ids`. Some parts count from 0 all the same, because they expect
+one sequence: attention (Llama 4 scales its queries so), and position embeddings (BART). In these
+parts a range as long as the step's tokens means positions. In other parts it may have another
+purpose, and stays.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 
 def embeddings(model: nn.Module) -> list[nn.Module]:
-    """Those that do more than to look up ids."""
+    """Embedding modules of `model` with a forward of their own, which may compute positions."""
     plain = nn.Embedding.forward
     found = (part for part in model.modules() if isinstance(part, nn.Embedding))
     return [part for part in found if type(part).forward is not plain]
@@ -26,7 +26,7 @@ def embeddings(model: nn.Module) -> list[nn.Module]:
 
 @contextlib.contextmanager
 def numbered(parts: Sequence[nn.Module], positions_T: torch.Tensor) -> Iterator[None]:
-    """Within it ranges over all tokens in `parts` are `positions_T`."""
+    """Replace ranges over all tokens that `parts` make by `positions_T` while it is active."""
     mode = _Numbered(positions_T)
     hooks = [module.register_forward_pre_hook(mode.enter) for module in parts]
     hooks += [module.register_forward_hook(mode.leave) for module in parts]

@@ -1,13 +1,12 @@
-"""Which modules and parameters of a model are cut into ranks, and how: transformers' plan of it,
-and what it leaves open.
+"""Decide which modules and parameters are cut into ranks, and how: transformers' plan, completed.
 
-Experts are cut by their inner dimension, as the plan for tensor parallelism says, where ranks
-divide it. Else, and where that plan has no row for them, each rank has a share of the experts, as
-the plan for expert parallelism says.
+Experts are cut by their inner dimension, as the plan for tensor parallelism says, if ranks divide
+it. Otherwise, or if that plan has no row for them, each rank has a share of the experts, as the
+plan for expert parallelism says.
 
-Attention of a known kind (`rank_parts`) is cut by its heads, whatever the plan says of it: some
-have no row for it, some leave it whole. Feed-forward layers of a known kind are cut where the plan
-says nothing of them, such as shared experts. A model without a plan of its layers needs both.
+Attention of a known kind (`rank_parts`) is cut by its heads, whatever the plan says: some plans
+have no row for it, some leave it whole. Feed-forward layers of a known kind are cut if the plan has
+no row for them, such as shared experts. A model without a plan needs both to be of a known kind.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from kvgraph.compiler.frontends.rank_parts import (
 from kvgraph.errors import UnsupportedError
 
 Plan = Mapping[str, str]
-"""Name of a module or a parameter, with "*" for its layer -> how it is cut."""
+"""Name of a module or parameter, with "*" for each number -> style, which says how it is cut."""
 
 ONE_PART = (1,)
 TWO_PARTS = (1, 1)
@@ -41,13 +40,13 @@ PARAMETERS = {
     "packed_rowwise": (-1, TWO_PARTS),
     "grouped_gemm": (0, ONE_PART),
 }
-"""Style of a parameter with a row of the plan of its own, such as experts: dim, packed parts."""
+"""Style of a parameter that has its own row in the plan, such as experts -> dim, packed parts."""
 
 GATHERED = ("colwise_gather_output", "rowwise_split_input")
-"""Styles of projections between which each rank has what all make."""
+"""Styles of projections that gather between them: each rank has all inner values there."""
 
 BY_EXPERT = "ep_dispatch_experts"
-"""Style of a module of which each rank has a share of the experts."""
+"""Style of a layer of experts that is cut by expert: each rank has a share of them."""
 
 
 def pattern_of(name: str) -> str:
@@ -55,7 +54,10 @@ def pattern_of(name: str) -> str:
 
 
 def plan_of(decoder: Decoder, architecture: str, ranks: int) -> Plan:
-    """UnsupportedError for a model without one, or with heads that `ranks` does not divide."""
+    """The plan that cuts a decoder into `ranks`.
+
+    UnsupportedError: there is none for the model, or `ranks` do not divide its attention heads.
+    """
     model: nn.Module = decoder.model
     text: Any = model.config.get_text_config()  # type: ignore[union-attr,operator]
     given: Plan = getattr(model, "tp_plan", None) or {}
@@ -80,7 +82,7 @@ def plan_of(decoder: Decoder, architecture: str, ranks: int) -> Plan:
 
 
 def _experts(model: nn.Module, tp: Plan, ep: Plan, ranks: int) -> Iterator[tuple[str, str]]:
-    """Rows of `ep` for experts that `tp` does not cut, or cuts where `ranks` do not divide."""
+    """Rows of `ep` for experts that `tp` does not cut into `ranks` equal parts."""
     modules = {pattern_of(name): module for name, module in model.named_modules()}
     for name, style in ep.items():
         module = modules.get(name)
@@ -92,7 +94,7 @@ def _experts(model: nn.Module, tp: Plan, ep: Plan, ranks: int) -> Iterator[tuple
 
 
 def _divides(module: nn.Module, name: str, plan: Plan, ranks: int) -> bool:
-    """Whether `plan` cuts the parameters of `module`, into equal parts."""
+    """Whether `plan` cuts parameters of `module`, and all that it cuts into `ranks` equal parts."""
     cuts = [
         (parameter.shape, *PARAMETERS[plan[f"{name}.{own}"]])
         for own, parameter in module.named_parameters(recurse=False)
@@ -104,7 +106,10 @@ def _divides(module: nn.Module, name: str, plan: Plan, ranks: int) -> bool:
 def _rows(
     model: nn.Module, rows_of: Callable[[nn.Module], Mapping[str, str] | None]
 ) -> dict[str, str]:
-    """What `rows_of` says of modules of `model`, but for those that are not known in each layer."""
+    """Rows by pattern that `rows_of` returns for modules of `model`.
+
+    A pattern is left out if its modules are not known, or differ, in some layer.
+    """
     found: dict[str, dict[str, str]] = {}
     unknown = set()
     for name, module in model.named_modules():
@@ -124,8 +129,10 @@ def _rows(
 
 
 def _is_named(pattern: str, plan: Plan) -> bool:
-    """Whether `plan` has a row for feed-forward layers of `pattern`, or for what they are in. One
-    that gathers what is between their projections counts as none."""
+    """Whether `plan` has a row for feed-forward layers of `pattern`, or for a module around them.
+
+    Rows that gather between the two projections do not count.
+    """
     parts = {f"{pattern}.{part}" for part in FEED_FORWARD}
     return any(
         (row in parts and style not in GATHERED) or f"{pattern}.".startswith(f"{row}.")

@@ -1,11 +1,11 @@
-"""A model cut for tensor parallelism: each rank has a part of the weights and runs the same graph.
+"""Cut a model for tensor parallelism: each rank has a part of the weights and runs the same graph.
 
-Which layers are cut, and how, says `rank_plan`, as Megatron-LM does it: a layer that is cut by
-columns gives each rank its part of the heads or of the inner width, and the layer behind it, cut by
-rows, gives a sum over the ranks. Experts are cut by their inner width, or each rank has a share of
-them. The embedding and the output projection are cut by vocabulary.
+`rank_plan` decides which layers are cut, and how, as in Megatron-LM. A layer that is cut by columns
+gives each rank its part of the heads or of the inner width. The layer after it is cut by rows, and
+its results are summed over the ranks. Experts are cut by their inner width, or each rank has a
+share of them. The embedding and the output projection are cut by vocabulary.
 
-Weights are views of the whole model's where they can be, so a rank costs little memory until it is
+Weights are views of the whole model's if possible, so a rank costs little memory until it is
 written.
 """
 
@@ -45,17 +45,17 @@ from kvgraph.ops import torch_ops
 T = TypeVar("T")
 
 WHOLE = ("replicate", "local_params", "replicated_with_grad_allreduce", "mla_kv_a_proj")
-"""Styles that leave a module as it is; the last two differ from that in training alone."""
+"""Styles that leave a module whole; the last two differ from the others in training only."""
 
 OF_ANY_MODULE = ("moe_tp_experts", "all_reduce", BY_EXPERT, ALL_HEADS, EACH_HEAD)
-"""Styles that change what a module is given or returns, whatever it is."""
+"""Styles that apply to modules of any type; other styles need an nn.Linear or nn.Embedding."""
 
 
 def cut(model: Model, ranks: int, rank: int) -> Model:
     """The part of `model` that `rank` of `ranks` runs; its cache holds its share of the kv heads.
 
-    UnsupportedError names what cannot be cut: a model without a plan, a style of it that is not
-    known here, a layer or a number of heads that `ranks` does not divide.
+    UnsupportedError: the model has no plan, the plan has an unknown style, or `ranks` does not
+    divide a layer or a number of heads. The message names it.
     """
     decoder = model.module
     assert isinstance(decoder, Decoder), "of a checkpoint folder"
@@ -95,7 +95,7 @@ class _Cutter:
     rank: int
     needs: set[LayerNeed]
     shares: dict[str, Share] = field(default_factory=dict)
-    """By name of a parameter: what is kept of it."""
+    """Share of each cut parameter that this rank keeps, by the parameter's name."""
     _parts: dict[str, nn.Module] = field(default_factory=dict)
     _cut: dict[tuple[int, int, tuple[int, ...]], nn.Parameter] = field(default_factory=dict)
 
@@ -142,7 +142,10 @@ class _Cutter:
         return styles[style]
 
     def _require_type(self, name: str, module: nn.Module, style: str) -> None:
-        """Other modules may lay their weight out in another way."""
+        """Raise UnsupportedError if the style needs a Linear or an Embedding and `module` is none.
+
+        Other modules may have another layout of their weight.
+        """
         kind = nn.Embedding if style == "embedding_rowwise" else nn.Linear
         if style not in OF_ANY_MODULE and not isinstance(module, kind):
             raise UnsupportedError(
@@ -165,7 +168,8 @@ class _Cutter:
             self._parameter(f"{name}.{own}", module, own, 0, TWO_PARTS)
 
     def _packed_heads(self, name: str, module: nn.Module) -> None:
-        """Queries, keys and values in one; attention finds them by the numbers of heads."""
+        """Cut a projection of queries, keys and values, and set the attention's numbers of heads,
+        by which it splits them."""
         attention = self._parts[name.rpartition(".")[0]]
         heads, kv_heads = packed_heads(attention)
         if kv_heads % self.ranks:
@@ -178,8 +182,8 @@ class _Cutter:
         keep_heads(attention, heads // self.ranks, kv_heads // self.ranks)
 
     def _copied_heads(self, name: str, module: nn.Module) -> int:
-        """Of a layer that makes keys or values of fewer heads than ranks: how many heads. 0: of
-        any other layer."""
+        """Number of kv heads of a layer that makes keys or values, if it is below the number of
+        ranks; 0 for any other layer."""
         if not hasattr(self._parts.get(name.rpartition(".")[0]), "layer_idx"):
             return 0
         rows = _rows_of(module)
@@ -195,7 +199,7 @@ class _Cutter:
         _behind(module, lambda out: _gather(out, self.ranks, width))
 
     def _rows(self, name: str, module: nn.Module) -> None:
-        """The bias is added to the sum, once."""
+        """Cut a layer by rows and sum its output over the ranks; then add the bias."""
         self._parameter(f"{name}.weight", module, "weight", -1)
         if module._parameters.get("bias") is None:
             self._sum_output(module)
@@ -208,7 +212,7 @@ class _Cutter:
         module.forward = forward
 
     def _rows_of_whole(self, name: str, module: nn.Module) -> None:
-        """The input is whole on every rank, which takes its columns of it by a table."""
+        """Cut a layer by rows whose input is whole on every rank; a rank selects its columns."""
         weight = module._parameters["weight"]
         assert weight is not None
         own = self._own_columns(module, weight.shape[1])
@@ -217,7 +221,10 @@ class _Cutter:
         module.forward = lambda x: run(own(x))
 
     def _norm_of_all_heads(self, name: str, module: nn.Module) -> None:
-        """A rank has some of its input; with copied heads some of it would count twice."""
+        """Gather the input of a norm over all heads, and keep this rank's part of the result.
+
+        Heads that are copied to several ranks are refused: they would count twice.
+        """
         heads = self._copied_heads(name, module)
         if heads:
             raise UnsupportedError(
@@ -233,22 +240,24 @@ class _Cutter:
         self._heads(name, module, min(_rows_of(module), self.ranks))
 
     def _heads(self, name: str, module: nn.Module, parts: int) -> None:
-        """One of so many parts of whole heads; of fewer than ranks, some ranks have the same."""
+        """Keep one of `parts` equal parts of whole heads. With fewer parts than ranks, several
+        ranks keep the same part."""
         one = Share(0, ONE_PART, parts, self.rank * parts // self.ranks)
         for own in _present(module):
             self._keep(f"{name}.{own}", module, own, one)
 
     def _own_columns(self, module: nn.Module, width: int) -> Callable[[torch.Tensor], torch.Tensor]:
-        """What takes this rank's of `width` columns, by a table."""
+        """A function that selects this rank's columns of `width`, by a table of their indices."""
         share = torch.arange(width).chunk(self.ranks)[self.rank]
         module.register_buffer("own_columns", share)
         return lambda x: x.index_select(-1, module.own_columns)  # type: ignore[arg-type]
 
     def _vocabulary(self, name: str, module: nn.Module) -> None:
-        """Ids of other ranks give zeros, which add nothing to the sum.
+        """Cut an embedding by vocabulary. Ids of other ranks give zeros, which add nothing to the
+        sum.
 
-        Where each id is comes from a table: a number that is another one on each rank would be
-        folded into its graph, and ranks share that.
+        The row of each id comes from a table. A number that differs between ranks would be folded
+        into the graph as a constant, but ranks share one graph.
         """
         whole = _rows_of(module)
         self._parameter(f"{name}.weight", module, "weight", 0)
@@ -263,8 +272,10 @@ class _Cutter:
         module.forward = forward
 
     def _experts(self, name: str, module: nn.Module) -> None:
-        """A row's experts of other ranks are -1, and weigh nothing; where each is comes from a
-        table, as in `_vocabulary`."""
+        """Cut a layer of experts by expert. Ids of other ranks' experts become -1, with weight 0.
+
+        The place of each expert comes from a table, as in `_vocabulary`.
+        """
         count = next(module.parameters()).shape[0]
         if count % self.ranks:
             raise UnsupportedError(
@@ -280,7 +291,8 @@ class _Cutter:
         module.forward = forward
 
     def _own(self, count: int) -> torch.Tensor:
-        """`[count]`: where this rank has each of so many that all ranks share; -1: another has."""
+        """`[count]`: the index of each entry in this rank's share of `count`; -1 if another rank
+        has it."""
         share = count // self.ranks
         own = torch.arange(count) - self.rank * share
         own[(own < 0) | (own >= share)] = -1
@@ -294,7 +306,10 @@ class _Cutter:
     def _parameter(
         self, name: str, module: nn.Module, own: str, dim: int, parts: tuple[int, ...] = ONE_PART
     ) -> None:
-        """Keep this rank's share, along `dim`, of each of the `parts` that are packed there."""
+        """Keep this rank's share of a parameter, along `dim`, of each of `parts` packed there.
+
+        `parts`: relative sizes of the packed parts.
+        """
         whole = module._parameters[own]
         assert whole is not None
         if whole.dim() == 1:
@@ -315,7 +330,7 @@ class _Cutter:
         key = (id(whole), share.dim, share.parts)
         if key not in self._cut:
             view = share.of(whole.detach())
-            # One without values is no view of others: ranks share a program that names its place.
+            # A fake tensor must be no view: ranks share a program, which would have its offset.
             kept = view.clone() if isinstance(view, FakeTensor) else view.contiguous()
             self._cut[key] = nn.Parameter(kept, requires_grad=False)
         module._parameters[own] = self._cut[key]
@@ -332,13 +347,13 @@ def _present(module: nn.Module) -> list[str]:
 
 
 def _behind(module: nn.Module, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    """`module` returns `change` of what it returned."""
+    """Make `module` return `change(result)` in place of its result."""
     run = module.forward
     module.forward = lambda *args, **kwargs: change(run(*args, **kwargs))
 
 
 def _reduce(x: torch.Tensor, ranks: int) -> torch.Tensor:
-    """Of rows `[T, W]`, or of `[1, T, W]` as models have them."""
+    """Sum over the ranks, of rows `[T, W]`, or of `[1, T, W]` as models have them."""
     summed: torch.Tensor
     if x.dim() == 2:
         summed = torch_ops.all_reduce(x, ranks=ranks)

@@ -1,4 +1,4 @@
-"""Why a model of transformers is refused: each sentence that there is, and how it is said."""
+"""Reasons for which a model of transformers is refused, and the text of the error."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ PROVEN = ("llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3_text", "gpt_os
 
 
 class Reason(Enum):
-    """What stands in the way; words in braces are filled in."""
+    """A reason for which a model cannot be compiled; `said` fills in the words in braces."""
 
     UNKNOWN = "transformers does not know it"
     NO_DECODER = "it is not a causal decoder"
@@ -39,7 +39,7 @@ class Reason(Enum):
 
     @classmethod
     def of(cls, sentence: str) -> Reason | None:
-        """The reason that `sentence` ends with."""
+        """The reason that `sentence` ends with; None if it ends with none."""
         for reason in cls:
             words = re.split(r"\{\w+\}", reason.value)
             if re.search(".+".join(map(re.escape, words)) + "$", sentence):
@@ -56,7 +56,8 @@ def unsupported(kind: str, why: str) -> str:
 
 
 def first_line(error: Exception) -> str:
-    """What a library says, in one line: with the next one where the first leads to it."""
+    """The first line of an error's message, with the second if the first ends with a colon; the
+    error's type if it has no message."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     if not lines:
         return type(error).__name__

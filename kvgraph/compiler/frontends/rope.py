@@ -1,9 +1,9 @@
-"""Rotary embeddings whose frequencies depend on how long a context is, settled for one length.
+"""Fix rotary frequencies that depend on the context length, for one length.
 
-transformers chooses them in each step, by the step's largest position (`dynamic_rope_update`): a
-short row's tokens would depend on a long row in its batch, and keys already in the cache would
-have been rotated by other frequencies. Here they are those of contexts of `max_seq_len` tokens, at
-every position, as vLLM takes LongRoPE's factors by its `max_model_len`.
+transformers chooses them in each step, by the step's largest position (`dynamic_rope_update`). Then
+a short row's tokens would depend on a long row in its batch, and keys in the cache would have been
+rotated by other frequencies. Here all positions use the frequencies for contexts of `max_seq_len`
+tokens, as vLLM chooses LongRoPE's factors by its `max_model_len`.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ if TYPE_CHECKING:
 
 LONG = "longrope"
 OWN_INIT = "rope_init_fn"
-"""Of Phi-MoE's embedding, which asks it in each step and has scales of its own."""
+"""Attribute of Phi-MoE's rotary embedding, which calls it in each step, and has its own scales."""
 
 
 class _Embedding(Protocol):
-    """What transformers' rotary embeddings have."""
+    """The attributes of transformers' rotary embeddings that are used here."""
 
     rope_type: str | dict[str, str]
     config: PretrainedConfig
@@ -45,7 +45,7 @@ class _Embedding(Protocol):
 
 
 class _Frequencies(NamedTuple):
-    """A set of frequencies of an embedding: its only one, or that of a layer type."""
+    """Rope type and parameters of an embedding's only set of frequencies, or of a layer type's."""
 
     kind: str
     layer_type: str | None
@@ -53,11 +53,10 @@ class _Frequencies(NamedTuple):
 
 
 def longest(config: PretrainedConfig, asked: int | None) -> int | None:
-    """Tokens of the longest context: `asked`, or the model's own; None where it has no limit.
+    """Tokens of the longest context: `asked`, or the model's own; None if it has no limit.
 
-    ParamsError where `asked` is more than its frequencies are for: dynamic ones stretch `factor`
-    times its own length, YaRN's are for `factor` times its original one. ModelError where these are
-    no numbers.
+    ParamsError: `asked` is above the limit of the model's frequencies (`lengths.most_tokens`).
+    ModelError: rotary parameters are no numbers.
     """
     own: int | None = getattr(config, "max_position_embeddings", None)
     if asked is None or own is None:
@@ -71,9 +70,9 @@ def longest(config: PretrainedConfig, asked: int | None) -> int | None:
 
 
 def settle(model: nn.Module, max_seq_len: int) -> tuple[str, ...]:
-    """Give each embedding the frequencies of `max_seq_len`, for good; what to tell about it.
+    """Fix each rotary embedding's frequencies for contexts of `max_seq_len` tokens. Return notes.
 
-    ModelError for rotary parameters that transformers does not take.
+    ModelError: transformers does not take the rotary parameters.
     """
     notes: list[str] = []
     for module in model.modules():
@@ -93,7 +92,7 @@ def settle(model: nn.Module, max_seq_len: int) -> tuple[str, ...]:
 def _computed(
     config: PretrainedConfig, kind: str, layer_type: str | None, max_seq_len: int
 ) -> tuple[torch.Tensor, float]:
-    """The frequencies of contexts of `max_seq_len` tokens, and the scale of cosines and sines."""
+    """The frequencies for contexts of `max_seq_len` tokens, and the scale of cosines and sines."""
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     options = {"layer_type": layer_type} if layer_type else {}
@@ -111,13 +110,13 @@ def _computed(
 
 
 def parameters_of(config: PretrainedConfig) -> RopeParameters:
-    """Of all layers, or by layer type."""
+    """Rotary parameters of a configuration, for all layers or by layer type; empty if none."""
     given: RopeParameters | None = getattr(config, "rope_parameters", None)
     return given or {}
 
 
 def _frequencies(module: _Embedding) -> Iterator[_Frequencies]:
-    """Those that depend on the length."""
+    """Sets of frequencies of an embedding that depend on the context length."""
     kinds = getattr(module, "rope_type", None)
     for layer_type, kind in kinds.items() if isinstance(kinds, dict) else [(None, kinds)]:
         if kind in (LONG, DYNAMIC):
@@ -128,7 +127,7 @@ def _frequencies(module: _Embedding) -> Iterator[_Frequencies]:
 def _set(
     module: _Embedding, layer_type: str | None, frequencies: torch.Tensor, scale: float
 ) -> None:
-    """As the constructor does, and as those of an embedding that never changes."""
+    """Set an embedding's frequencies as its constructor does, and make it never update them."""
     prefix = f"{layer_type}_" if layer_type else ""
     for name in (f"{prefix}inv_freq", f"{prefix}original_inv_freq"):
         if getattr(module, name, None) is None:

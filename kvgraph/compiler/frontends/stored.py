@@ -1,8 +1,8 @@
-"""A checkpoint described by its own files, without torch, for families where they leave no doubt.
+"""Describe a checkpoint by its own files, without torch, for families where these are sufficient.
 
-Decision: a family is described here only where config.json and the stored weights say all that its
+Decision: a family is described here only if config.json and the stored weights say all that its
 code in transformers would: each field is given or has the family's own default, and the weights are
-exactly those that the family has. Else `describe` says what is in doubt, and transformers has to
+exactly those that the family has. Otherwise `describe` raises InDoubtError, and transformers has to
 build the model.
 """
 
@@ -27,7 +27,7 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 
 TABLE, HEAD, NORM = "model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"
 FREQUENCIES = "rotary_emb.inv_freq"
-"""Ends the names of buffers that old checkpoints hold and no model reads."""
+"""The end of names of buffers that old checkpoints hold and no model reads."""
 
 ATTENTION = tuple(f"self_attn.{name}_proj" for name in "qkvo")
 MLP = tuple(f"mlp.{name}_proj" for name in ("gate", "up", "down"))
@@ -45,7 +45,7 @@ EXPERTS = tuple(
 DOWN = ".mlp.experts.down_proj"
 
 ROTARY = ("default", "linear", "llama3", "yarn")
-"""Rotary embeddings over all elements of a head, by position alone."""
+"""Rope types that rotate all elements of a head, by position alone."""
 
 DOUBTFUL = (
     "is_encoder_decoder",
@@ -57,20 +57,20 @@ DOUBTFUL = (
     "text_config",
     "use_bidirectional_attention",
 )
-"""Fields that no family here needs; each changes what a model stores or sees."""
+"""Fields that make `describe` give up: each changes what a model stores or sees."""
 
 
 class InDoubtError(Exception):
-    """Why a checkpoint's files alone do not describe it."""
+    """A checkpoint's files alone do not describe it; the message says why."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """How transformers reads a configuration, and names the weights, of one type of decoder.
+    """The rules for one model type: how transformers reads its configuration and names its weights.
 
-    `layer_types` is what a configuration without that field means; `has_layer_types`: whether the
-    field counts. `biases`: linear layer of a decoder layer -> it has one, or the field that says
-    so. `others`: a layer's weights that are no linear layer's. `defaults`: of fields left out.
+    `layer_types(config, layers)`: types of layers if the configuration has no such field.
+    `has_layer_types`: the family reads that field. `biases`: linear layer -> it has a bias, or the
+    field that says so. `others`: a layer's other weights. `defaults`: values of missing fields.
     """
 
     layer_types: Callable[[Config, int], list[str]]
@@ -82,9 +82,9 @@ class Family:
 
 
 def describe(folder: Path, config: Config, *, by_shape: bool) -> Described:
-    """`by_shape`: linear layers have to be told from other weights, which an index does not do.
-
-    InDoubtError where only transformers knows; ModelError for a damaged shard.
+    """Describe the checkpoint in `folder`. `by_shape`: linear layers are needed one by one, for
+    which an index alone is not sufficient.
+    InDoubtError: the files are not sufficient. ModelError: a shard is damaged.
     """
     kind = config["model_type"]
     family = FAMILIES.get(kind)
@@ -129,7 +129,7 @@ def _field(config: Config, name: str) -> Any:
 
 
 def _count(config: Config, name: str, default: int | None = None) -> int:
-    """A number >= 1; null is `default`."""
+    """A field that is an integer >= 1; `default` if it is null. InDoubtError for anything else."""
     value = _field(config, name)
     value = default if value is None else value
     if type(value) is not int or value < 1:
@@ -138,7 +138,7 @@ def _count(config: Config, name: str, default: int | None = None) -> int:
 
 
 def _widest(config: Config, queries: int, keys: int) -> int:
-    """Of what linear layers make; experts have a scratch of their own."""
+    """Most values per token that a linear layer makes; experts have their own scratch memory."""
     dense = 0 if "num_local_experts" in config else _count(config, "intermediate_size")
     return max(dense, queries, keys, _count(config, "hidden_size"))
 
@@ -174,13 +174,13 @@ def _alternating(config: Config, count: int) -> list[str]:
 
 
 def _by_pattern(config: Config, count: int) -> list[str]:
-    """Every `sliding_window_pattern`-th layer is full."""
+    """Layer types with full attention in every `sliding_window_pattern`-th layer."""
     pattern = _count(config, "sliding_window_pattern")
     return [SLIDING if (i + 1) % pattern else FULL for i in range(count)]
 
 
 def _window(config: Config, layer_type: str) -> int | None:
-    """Of a layer; a family without `use_sliding_window` uses the window that it has."""
+    """The window of a layer in tokens; None: full attention."""
     if layer_type == FULL:
         return None
     if layer_type != SLIDING or not config.get("use_sliding_window", True):
@@ -189,7 +189,7 @@ def _window(config: Config, layer_type: str) -> int | None:
 
 
 def _rope_parameters(family: Family, config: Config) -> RopeParameters:
-    """Of a checked configuration; the older field comes first, as transformers reads them."""
+    """Rope parameters; the older field takes precedence, as in transformers."""
     given: RopeParameters = (
         config.get("rope_scaling")
         or config.get("rope_parameters")
@@ -201,7 +201,7 @@ def _rope_parameters(family: Family, config: Config) -> RopeParameters:
 def _rotary_dims(
     family: Family, config: Config, head_dim: int, types: Sequence[str]
 ) -> tuple[int, ...]:
-    """One rotary embedding, or one of each layer type, over all elements of a head."""
+    """Dims of each rotary embedding: one in all, or one for each layer type, over whole heads."""
     names = sorted(set(types)) if family.has_rotary_of_layer_types else [""]
     scaling, given = config.get("rope_scaling") or {}, config.get("rope_parameters") or {}
     if not (isinstance(scaling, dict) and isinstance(given, dict)):
@@ -213,7 +213,7 @@ def _rotary_dims(
 
 
 def _require_rotary(given: Any, head_dim: int) -> None:
-    """InDoubtError unless every element of a head is rotated, by position alone."""
+    """Raise InDoubtError unless every element of a head is rotated, by position alone."""
     if isinstance(given, dict) and not any(isinstance(each, dict) for each in given.values()):
         kind = given.get("rope_type", given.get("type", "default"))
         if kind in ROTARY and given.get("partial_rotary_factor", 1) == 1 and head_dim % 2 == 0:
@@ -226,9 +226,9 @@ def _require_rotary(given: Any, head_dim: int) -> None:
 
 @dataclass(frozen=True)
 class _Sizes:
-    """Linear layers, elements of the table and of all other weights, and what they were read from.
+    """Linear layers, elements of the embedding table and of all other weights, and stored shapes.
 
-    By an index alone, all weights are among the others, and there are no shapes.
+    If only an index is at hand, all weights count as others, and there are no shapes.
     """
 
     linears: tuple[Linear, ...]
@@ -239,7 +239,7 @@ class _Sizes:
 
 
 def _require_shapes(shapes: Shapes, config: Config, queries: int, keys: int) -> None:
-    """InDoubtError where a weight has another shape than its configuration gives it."""
+    """Raise InDoubtError if a weight's shape differs from the configuration's."""
     hidden, inner = _count(config, "hidden_size"), _count(config, "intermediate_size")
     vocab, experts = _count(config, "vocab_size"), config.get("num_local_experts")
     expected = {
@@ -291,13 +291,13 @@ def _sizes(folder: Path, family: Family, config: Config, layers: int, by_shape: 
 
 
 def _experts(shapes: Shapes, down: str, config: Config) -> Experts:
-    """Of a layer, whose second weight `down` is `[experts, inner, hidden]`."""
+    """The experts of a layer; their second weight `down` is `[experts, inner, hidden]`."""
     count, inner, hidden = shapes[down]
     return Experts(count, _count(config, "num_experts_per_tok"), hidden, inner, has_bias=True)
 
 
 def _linears(family: Family, config: Config, layers: int) -> Iterator[tuple[str, bool]]:
-    """Name of each linear layer of the decoder layers, and whether it has a bias."""
+    """The name of each linear layer in the decoder layers, and whether it has a bias."""
     for name, bias in family.biases.items():
         has_bias = bool(config.get(bias)) if isinstance(bias, str) else bias
         yield from ((f"model.layers.{i}.{name}", has_bias) for i in range(layers))
@@ -346,7 +346,7 @@ def _family(
     has_rotary_of_layer_types: bool = False,
     **defaults: Any,
 ) -> Family:
-    """`qkv`, `o`, `mlp`: biases of these linear layers; None: there are none of these."""
+    """Make a Family. `qkv`, `o`, `mlp`: biases of these linear layers; None: no such layers."""
     biases = dict.fromkeys(ATTENTION, qkv) | {ATTENTION[-1]: o}
     if mlp is not None:
         biases |= dict.fromkeys(MLP, mlp)
@@ -396,4 +396,4 @@ FAMILIES: Mapping[str, Family] = {
         rope_parameters={"rope_type": "yarn", "factor": 32.0, ORIGINAL: 4096},
     ),
 }
-"""Types of decoders of which tests compare what is described here with what transformers builds."""
+"""Families by model type. Tests compare `describe` with the models that transformers builds."""

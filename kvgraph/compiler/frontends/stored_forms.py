@@ -1,4 +1,7 @@
-"""How a checkpoint in fewer bits stores its layers, as far as its configuration says: for plans."""
+"""Find the forms in which a quantised checkpoint stores its layers, from its configuration.
+
+Plans use them to compute bytes of weights.
+"""
 
 from __future__ import annotations
 
@@ -9,19 +12,19 @@ from kvgraph.compiler.frontends.folder import Config, block_of, quantization
 from kvgraph.ops.packed import E2M1, E4M3, GROUP, INT8, MXFP4_GROUP, NVFP4, NVFP4_GROUP, Form
 
 GGUF_BLOCKS = {"Q4_0": Form(4, 32), "Q8_0": Form(8, 32, INT8)}
-"""Types of a GGUF file's blocks: 32 numbers behind a float16 scale."""
+"""Forms of GGUF block types that can be kept; a block is a float16 scale and 32 numbers."""
 
 ROW = 1 << 30
-"""Inputs of a group that is a whole row."""
+"""Group size that means a whole row."""
 
 
 PLAIN = Form(16)
 
 UNPACKED = ("int-quantized", "naive-quantized")
-"""Formats of compressed-tensors that give a number of any bits a byte."""
+"""Formats of compressed-tensors that store each number in a byte, whatever its bits."""
 
 BY_INPUT = ("group", "dynamic", "true")
-"""`actorder` of compressed-tensors where inputs are not in order; "weight" leaves them so."""
+"""Values of compressed-tensors' `actorder` that reorder inputs; "weight" keeps their order."""
 
 MODELOPT = {
     **dict.fromkeys(("FP8", "FP8_PER_CHANNEL_PER_TOKEN"), Form(8, ROW, E4M3)),
@@ -32,12 +35,12 @@ MODELOPT = {
         ("NVFP4", "W4A16_NVFP4", "W4A8_NVFP4_FP8", "NVFP4_AWQ"), Form(4, NVFP4_GROUP, NVFP4)
     ),
 }
-"""`quant_algo` of modelopt."""
+"""modelopt's `quant_algo` -> form."""
 
 
 @dataclass(frozen=True)
 class StoredForms:
-    """Of linear layers, of experts and of the output projection."""
+    """The stored forms of linear layers, of experts and of the output projection."""
 
     linears: Form
     experts: Form
@@ -45,7 +48,8 @@ class StoredForms:
 
 
 def stored_forms(config: Config) -> StoredForms:
-    """Of a checkpoint in fewer bits: the one of most bits where a configuration names several."""
+    """The stored forms of a quantised checkpoint. If its configuration names several forms, the one
+    with the most bits is taken."""
     given = quantization(config) or {}
     if given.get("quant_method") == "mxfp4":
         return StoredForms(PLAIN, Form(4, MXFP4_GROUP, E2M1))
@@ -60,7 +64,7 @@ def stored_forms(config: Config) -> StoredForms:
         widest = max(forms, key=lambda form: form.bits, default=PLAIN)
         return StoredForms(widest, widest)
     groups = given.get("config_groups")
-    rules = (given.get("dynamic") or {}).items()  # of GPTQ, what some layers have otherwise
+    rules = (given.get("dynamic") or {}).items()  # GPTQ: settings that some layers override
     others = [rule for name, rule in rules if isinstance(rule, dict) and name[:2] != "-:"]
     each = [given, *({**given, **rule} for rule in others)]
     packing = given.get("format")
@@ -72,7 +76,7 @@ def stored_forms(config: Config) -> StoredForms:
 
 
 def doubts_of(config: Config, *, has_experts: bool) -> Iterator[str]:
-    """Why layers of a checkpoint in fewer bits are counted as plain ones."""
+    """Sentences that say why layers of a quantised checkpoint are counted as plain; often none."""
     given = quantization(config) or {}
     method = str(given.get("quant_method"))
     if method == "mxfp4" and not has_experts:
@@ -96,7 +100,7 @@ def doubts_of(config: Config, *, has_experts: bool) -> Iterator[str]:
 
 
 def _each_of_modelopt(given: Config) -> list[Config]:
-    """What says an algorithm: one for all, or one for each layer."""
+    """The objects that name an algorithm: one for all layers, or one for each layer."""
     mixed = given.get("quantized_layers")
     each = list(mixed.values()) if isinstance(mixed, dict) else [given]
     return [one for one in each if isinstance(one, dict)]
@@ -107,12 +111,15 @@ def _of_modelopt(given: Config) -> Form:
 
 
 def _has_weights(group: Config | list[object]) -> bool:
-    """Or is a scheme by its name, which may have; others are of activations or a cache."""
+    """Whether a group quantises weights: other groups are for activations or a cache only.
+
+    A list is a scheme that is given by its name, which may quantise weights.
+    """
     return isinstance(group, list) or bool(group.get("weights"))
 
 
 def _of_group(group: Config | list[object], packing: object) -> Form:
-    """Of compressed-tensors. `packing`: of groups that name none."""
+    """The form of a compressed-tensors group. `packing`: format of groups that name none."""
     if isinstance(group, list):
         return PLAIN
     return _form(group["weights"], str(group.get("format") or packing))
@@ -152,7 +159,8 @@ def _float8(given: Config) -> Form:
 
 
 def _of_float8(given: object) -> Form:
-    """Of blocks, as `block_of` reads them; of others: a scale a row, or one."""
+    """The form of float8 weights. `given`: a block as `block_of` reads it, else each row or the
+    whole weight has one scale."""
     block = block_of(given)
     if block is None:
         return Form(8, ROW, E4M3)

@@ -1,4 +1,4 @@
-"""Files about text that travel with a model: tokenizer, chat template, generation config."""
+"""Text files that an artifact gets with a model: tokenizer, chat template, generation config."""
 
 from __future__ import annotations
 
@@ -41,30 +41,31 @@ OTHER_TOKENIZERS = {
     "vocab.json": "",
     "vocab.txt": "",
 }
-"""Tokenizers that do not travel, the best first -> what else transformers is told, so that it
-writes one that does."""
+"""Tokenizer files that an artifact cannot take, the best first -> further arguments with which
+transformers' `save_pretrained` writes a tokenizer.json of it."""
 
 OLD_TEMPLATE = "chat_template.json"
-"""Where older checkpoints of models that see images have the template of their processor."""
+"""File in which older multimodal checkpoints keep the chat template of their processor."""
 
 FLAGS = ("lstrip", "normalized", "rstrip", "single_word", "special")
-"""Of an added token."""
+"""Flags of an added token."""
 
 ROLES = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
-"""Of special tokens that have a name, in transformers' order."""
+"""Roles of special tokens, in transformers' order."""
 
 MORE_TEMPLATES = "additional_chat_templates"
-"""A folder of them, in which transformers keeps those that are not the default."""
+"""Folder in which transformers keeps chat templates other than the default."""
 
 
 Files = dict[str, Path | bytes]
-"""Name in the artifact -> path here, or content."""
+"""Name of a file in the artifact -> path of its source, or its content."""
 
 
 def text_files(folder: Path, vocab_size: int) -> Files:
-    """Those of NAMES that are in `folder`, and templates, for a model of so many tokens.
+    """Text files of `folder` for the artifact: those in NAMES, and chat templates.
 
-    ModelError for a damaged tokenizer or template: the artifact would only fail at its user's.
+    `vocab_size`: tokens of the model. ModelError for a damaged tokenizer or template, which would
+    otherwise fail only when the artifact is used.
     """
     more = [f"{MORE_TEMPLATES}/{p.name}" for p in sorted((folder / MORE_TEMPLATES).glob("*.jinja"))]
     found: Files = {n: folder / n for n in (*NAMES, *more) if (folder / n).is_file()}
@@ -81,7 +82,7 @@ def text_files(folder: Path, vocab_size: int) -> Files:
 
 
 def tokenizer_notes(folder: Path, files: Files) -> tuple[str, ...]:
-    """A sentence where none of `files` is a tokenizer."""
+    """A note for the manifest if none of `files` is a tokenizer; else empty."""
     if TOKENIZER in files:
         return ()
     other = next((name for name in OTHER_TOKENIZERS if (folder / name).is_file()), None)
@@ -97,8 +98,8 @@ def tokenizer_notes(folder: Path, files: Files) -> tuple[str, ...]:
 
 
 def _templates(folder: Path, found: Files) -> Iterator[tuple[str, object]]:
-    """Where each chat template is, and what it is: files of their own, or else what the
-    tokenizer's settings have, as a chat takes them."""
+    """Each chat template with its place for error messages: template files or, if there are none,
+    those in the tokenizer's settings. A chat reads them in the same order."""
     files = [name for name in found if name.endswith(".jinja")]
     for name in files:
         file = found[name]
@@ -118,7 +119,7 @@ def _templates(folder: Path, found: Files) -> Iterator[tuple[str, object]]:
 
 
 def require_template(where: str, template: object) -> None:
-    """ModelError for one that is no text, is empty, or that a chat cannot parse."""
+    """Raise ModelError if a chat template is no text, is empty, or does not parse."""
     from kvgraph.contract.templates import environment, in_one_line
 
     if not isinstance(template, str):
@@ -145,8 +146,11 @@ def _read_object(path: Path) -> Mapping[str, object]:
 
 
 def _old_template(path: Path) -> str | None:
-    """The template that a JSON file has; it goes before one of the tokenizer's settings, as in
-    transformers' processors. ModelError for a damaged file."""
+    """The chat template in a JSON file; None if there is no file or it has none.
+
+    It takes precedence over one in the tokenizer's settings, as in transformers' processors.
+    ModelError for a damaged file.
+    """
     if not path.is_file():
         return None
     fields = read_json(path)
@@ -157,11 +161,10 @@ def _old_template(path: Path) -> str | None:
 
 
 def whole_tokenizer(path: Path, vocab_size: int) -> Path | bytes:
-    """The tokenizer at `path`, or content with the tokens that tokenizer_config.json beside it
-    adds, in the order in which transformers 5 does.
+    """The tokenizer's `path` or, if tokenizer_config.json in its folder adds tokens, new content.
 
-    One that the model's table has no row for is left out: its text stays text. ModelError for a
-    file that is damaged.
+    Tokens are added in the order of transformers 5. A token for which the model's table has no row
+    is left out, so its text is tokenized as plain text. ModelError for a damaged file.
     """
     tokenizer = read_tokenizer(path, ModelError)
     known = {token.content for token in tokenizer.get_added_tokens_decoder().values()}
@@ -177,8 +180,10 @@ def whole_tokenizer(path: Path, vocab_size: int) -> Path | bytes:
 
 
 def _added(path: Path) -> list[AddedToken]:
-    """Those that a tokenizer_config.json names: by their ids, then those with a role, then the
-    others. One without ids is older, and two more files say them."""
+    """Tokens that a tokenizer_config.json adds: tokens with ids, then with roles, then the others.
+
+    Older files have no ids; two more files in the folder are then read.
+    """
     from tokenizers import AddedToken
 
     config: JsonObject = dict(_read_object(path)) if path.is_file() else {}
@@ -225,8 +230,8 @@ def _as_token(given: object) -> JsonObject:
 
 
 def generation_notes(folder: Path) -> tuple[str, ...]:
-    """Sentences of what a generation_config.json says of sampling: what is applied, and what has no
-    place here."""
+    """Notes on the sampling settings of a generation_config.json: those that are applied, and those
+    that kvgraph does not have."""
     path = folder / GENERATION
     if not path.is_file():
         return ()
@@ -241,15 +246,18 @@ def generation_notes(folder: Path) -> tuple[str, ...]:
 
 
 UNKNOWN_HERE = ("no_repeat_ngram_size", "suppress_tokens", "bad_words_ids")
-"""Settings of transformers that change the text and that SamplingParams do not have; `logit_bias`
-may take the place of the second."""
+"""Settings of transformers that change the text and that SamplingParams does not have.
+`suppress_tokens` can be replaced by a request's `logit_bias`."""
 
 APPLIED = "the defaults of `kvgraph chat` and `serve`"
 WITHOUT_PLACE = "not applied, and no request can ask for it"
 
 
 def end_tokens(path: Path) -> tuple[tuple[int, ...], int | None]:
-    """End tokens and the begin token that a generation_config.json names; ModelError if damaged."""
+    """End tokens and the begin token of a generation_config.json; `((), None)` without the file.
+
+    ModelError for a damaged file.
+    """
     if not path.is_file():
         return (), None
     config = cast(Config, _read_object(path))
@@ -263,8 +271,8 @@ def end_tokens(path: Path) -> tuple[tuple[int, ...], int | None]:
 def as_ids(
     name: str, given: int | Iterable[int] | None, refusal: type[KVGraphError]
 ) -> tuple[int, ...]:
-    """Token ids of a field that holds one, several or None; `refusal` names `name` for what is no
-    integer."""
+    """Token ids of a field that holds one id, several or None. Raise `refusal`, with `name` in its
+    message, for anything that is no integer."""
     if given is None:
         return ()
     several: list[object] = [given]
@@ -275,5 +283,5 @@ def as_ids(
 
 
 def as_id(name: str, given: int | None, refusal: type[KVGraphError]) -> int | None:
-    """The same, of a field that holds one or None."""
+    """The token id of a field that holds one id or None. Raise `refusal` as `as_ids` does."""
     return None if given is None else whole(name, given, refusal)

@@ -1,7 +1,6 @@
-"""A decoder of transformers without its weights: parameters are fake, buffers are real.
+"""Build a decoder of transformers without its weights: parameters are fake, buffers are real.
 
-`locate` says where the values are, or why transformers has to load them: they then pass through
-memory.
+`locate` finds the sources of the values, or says why transformers has to load them into memory.
 """
 
 from __future__ import annotations
@@ -37,18 +36,21 @@ if TYPE_CHECKING:
 TABLE, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 WEIGHTS = [getattr(torch, name) for name in (*ACTIVATIONS, "float64")]
-"""Types of a weight's numbers."""
+"""dtypes in which a checkpoint may store a plain weight."""
 
 
 BY_VALUE = "_no_grad_trunc_normal_"
-"""Of torch's first values, the one that looks at numbers, which fake parameters do not have."""
+"""The one initialiser of torch that reads values, which fake parameters do not have."""
 
 
 @dataclass(frozen=True)
 class Located:
-    """Where values are; or `why` transformers has to load them, and what to do where it cannot.
-    `form`: of those in fewer bits. `left`: tensors of the checkpoint that the model has no place
-    for."""
+    """The sources of a model's values, or why there are none.
+
+    `why`: why transformers has to load the values. `instead`: the next step for the user if it
+    cannot. `form`: the quantised form of the weights, as text. `left`: tensors of the checkpoint
+    for which the model has no parameter.
+    """
 
     checkpoint: Checkpoint | None
     why: str = ""
@@ -59,16 +61,16 @@ class Located:
 
 @contextlib.contextmanager
 def fake_parameters() -> Iterator[None]:
-    """Modules made within get parameters that have no storage; their buffers stay real.
+    """Make new modules get parameters without storage while it is active; buffers stay real.
 
-    Buffers hold what is computed from the configuration (rotary frequencies); memory that a
-    module takes for a parameter's first value is not touched and given back at once.
+    Buffers hold values computed from the configuration, such as rotary frequencies. Memory that a
+    module allocates for a parameter's initial value is not written, and freed at once.
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
 
     def fake(module: nn.Module, name: str, parameter: nn.Parameter | None) -> Any:
         if parameter is None or isinstance(parameter, FakeTensor):
-            return None  # as it is: a tied parameter stays one
+            return None  # unchanged, so that a tied parameter stays one object
         with mode:
             empty = torch.empty(parameter.shape, dtype=parameter.dtype)
             return nn.Parameter(empty, requires_grad=False)
@@ -83,15 +85,17 @@ def fake_parameters() -> Iterator[None]:
 
 
 def keep_in_float32(model: PreTrainedModel, dtype: torch.dtype) -> None:
-    """Give those parameters and buffers float32 that transformers loads in it for `dtype`: its
-    class names patterns (a router, say)."""
+    """Convert to float32 the parameters and buffers that transformers keeps in float32 for `dtype`.
+
+    The model's class names them by patterns, for example a router.
+    """
     patterns: set[str] = set()
     if dtype in (torch.float16, torch.bfloat16):
         patterns |= set(model._keep_in_fp32_modules_strict or ())
     if dtype == torch.float16:
         patterns |= set(model._keep_in_fp32_modules or ())
     kept = [re.compile(pattern.replace("*", ".*")) for pattern in patterns]
-    made: dict[torch.Tensor, nn.Parameter] = {}  # a tied parameter stays one
+    made: dict[torch.Tensor, nn.Parameter] = {}  # a tied parameter stays one object
     for name, tensor in model.state_dict(keep_vars=True).items():
         if not tensor.is_floating_point() or not any(each.search(name) for each in kept):
             continue
@@ -114,10 +118,10 @@ def locate(
     config: Config,
     larger: PretrainedConfig | None = None,
 ) -> Located:
-    """Where the values of `model`'s parameters are, or why they cannot be taken as stored.
+    """Find the sources of `model`'s parameters, or why the values cannot be read as stored.
 
-    `larger`: of the model whose language part is `model`, where the checkpoint is of that.
-    ModelError, as of a real load, where tensors are missing or of another shape.
+    `larger`: the configuration of the checkpoint's whole model, if `model` is its language part.
+    ModelError, as for a real load, if tensors are missing or have another shape.
     """
     wanted = _wanted(model)
     given = quantization(config)
@@ -144,7 +148,7 @@ def locate(
         if not any(name in values for names, _ in wanted for name in names):
             return Located(None, "the language part is not found by its names", form)
         is_apart = any(names == [HEAD] for names, _ in wanted)
-        said = (larger, larger.get_text_config())  # one of them may say otherwise
+        said = (larger, larger.get_text_config())  # either may say that the head is tied
         is_tied = any(getattr(each, "tie_word_embeddings", False) for each in said)
         if is_apart and TABLE in values and is_tied:
             values.setdefault(HEAD, values[TABLE])
@@ -172,17 +176,18 @@ def locate(
 
 
 def _are_equal(a: Values, b: Values) -> bool:
-    """Whether two tensors of a dtype have the same numbers: files may store a tied one twice."""
+    """Whether two tensors of one dtype have equal values: files may store a tied tensor twice."""
     return a.shape == b.shape and all(map(torch.equal, a.pieces(), b.pieces()))
 
 
 def _is_read(values: Values | None) -> bool:
-    """Whether a tensor's numbers are those of a weight."""
+    """Whether a tensor can be read as a weight: its values have a dtype of WEIGHTS."""
     return values is not None and values.dtype in WEIGHTS
 
 
 def _wanted(model: nn.Module) -> list[tuple[list[str], tuple[int, ...]]]:
-    """Names that share a tensor, and its shape, of what a checkpoint stores of `model`."""
+    """All names (several if tied) and the shape of each tensor that a checkpoint stores of
+    `model`."""
     names: dict[int, list[str]] = {}
     state = model.state_dict(keep_vars=True)
     for name, tensor in state.items():

@@ -1,5 +1,5 @@
-"""Graph rewrites and checks. Each says how often it applied, and why where it did not; `lists.py`
-has those of each target in order.
+"""Graph rewrites and checks. A rewrite reports how often it applied, and where and why it did not.
+`lists.py` has the passes of each target in order.
 """
 
 from __future__ import annotations
@@ -7,13 +7,13 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 TABLE_BYTES = 128 << 20
-"""Of one table of cosines and sines: 262144 positions of a head of 128. Beyond, a step computes its
-few rows."""
+"""Most bytes of one table of cosines and sines: 262144 positions of a head of 128. For a larger
+table, each step computes its few rows instead."""
 
 
 @dataclass
 class PassReport:
-    """What one pass did: `applied` rewrites, and a sentence per place that did not match."""
+    """The result of a pass: number of rewrites, and a sentence for each place without a match."""
 
     name: str
     applied: int = 0
@@ -22,11 +22,11 @@ class PassReport:
 
 @dataclass(frozen=True)
 class PassOptions:
-    """What a compile was asked for, as far as passes depend on it."""
+    """The options of a compile that decide which passes run."""
 
     is_padded: bool
-    """The cache's strategy is padded."""
+    """Whether the cache's strategy is padded."""
     is_packed: bool
-    """Linear layers have packed weights: bf16, int8, int4 or as stored."""
+    """Whether linear layers have packed weights: bf16, int8, int4 or as stored."""
     ranks: int = 1
-    """Processes that run the program together."""
+    """Number of processes that run the program together."""

@@ -9,7 +9,7 @@ from kvgraph.compiler.passes.lists import PASSES, PassList
 
 
 def markdown() -> str:
-    """A table for each target and backend, in the order in which its passes run."""
+    """A Markdown table for each target and backend, with passes in the order in which they run."""
     parts = []
     for (kind, backend), passes in PASSES.items():
         parts += [f"## Target {kind}, backend {backend}", "\n".join(_rows(passes))]

@@ -1,8 +1,8 @@
-"""Mixtures that run all experts on all rows, all but one of them times 0 (Llama 4).
+"""Match mixtures that run all experts on all rows, scaled by 0 for all but one expert (Llama 4).
 
-A score is the sigmoid of the chosen expert's logit, and of -infinity elsewhere. Each expert takes
-all rows times their scores of it, and the results are summed over experts. Rows of zeros give
-zeros, as no layer has a bias, so the chosen expert alone gives the same sum.
+A score is the sigmoid of the chosen expert's logit, and of -infinity for other experts. Each expert
+gets all rows times their scores for it, and the results are summed over experts. No layer has a
+bias, so rows of zeros give zeros, and the chosen expert alone gives the same sum.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ PRODUCT, REPEATED = (aten.bmm.default,), (aten.repeat.default,)
 
 @dataclass
 class MixtureOfAll(Mixture):
-    """`weights` are the chosen logits. What the expert takes is weighed, not what it gives."""
+    """A mixture that scales the experts' inputs, not their results; `weights` are chosen logits."""
 
     score_dtypes: tuple[torch.dtype, torch.dtype] = (torch.float32, torch.float32)
-    """In which the sigmoid is computed, and what it is rounded to."""
+    """dtype in which the sigmoid is computed, and dtype to which it is rounded."""
 
     def rewritten(self, replacement: Callable[[Mixture], Node]) -> Node:
-        """The op weighs what the expert gives by 1."""
+        """Scale the rows by their scores, and give the op weights of 1; see `Mixture.rewritten`."""
         graph, (computed, rounded) = self.x.graph, self.score_dtypes
         score = cast(add_call(graph, aten.sigmoid.default, cast(self.weights, computed)), rounded)
         rows = add_call(graph, aten.mul.Tensor, self.x, score)
@@ -58,14 +58,17 @@ class MixtureOfAll(Mixture):
 
 
 def runs_all(program: ExportedProgram, total: Node) -> bool:
-    """Whether `total` sums the products of all experts."""
+    """Whether `total` is a sum over the products of all experts."""
     product = _unviewed(total.args[0])
     is_product = product.target in PRODUCT and is_stacked(program, product.args[1])
     return is_product and total.args[1:] == ([0],)
 
 
 def mixture_of_all(program: ExportedProgram, total: Node) -> Mixture:
-    """The mixture of a sum that `runs_all`. UnmatchedError where it is another one."""
+    """The mixture that ends in the sum `total`, for which `runs_all` is true.
+
+    UnmatchedError if it is any other mixture.
+    """
     each = any_node(total.args[0], "results of experts")
     product = node_of(_unviewed(each), PRODUCT, "a product of all experts")
     expect(value(product).shape == value(each).shape, "expected a sum over experts")
@@ -119,6 +122,6 @@ def _unviewed(node: object) -> Node:
 
 
 def _uncast(node: object) -> Node:
-    """Before one cast."""
+    """The operand of a cast, or `node` itself if it is no cast."""
     found = any_node(node, "a tensor")
     return any_node(found.args[0], "a tensor") if found.target in CASTS else found

@@ -1,8 +1,8 @@
-"""RMSNormalization of halves with a float32 scale -> a cast to float32 before it.
+"""Insert a cast to float32 before an RMSNormalization of 16-bit values with a float32 scale.
 
 Applies where the exporter folded a model's own cast into the operator, as in Gemma's norms. ONNX
-then lets input and scale differ, but its shape inference gives the result the input's dtype, for
-which ONNX's checker and ONNX Runtime refuse the graph; and the CUDA kernels of ONNX Runtime take
+allows different dtypes of input and scale, but its shape inference gives the result the input's
+dtype. ONNX's checker and ONNX Runtime refuse such a graph. The CUDA kernels of ONNX Runtime take
 one dtype for both.
 """
 
@@ -14,7 +14,7 @@ from kvgraph.compiler.passes import PassReport
 
 
 def cast_norms(onnx_graph: onnx.GraphProto) -> PassReport:
-    """Rewrite `onnx_graph` in place; it says the dtypes of its values."""
+    """Rewrite `onnx_graph` in place; its `value_info` must have the dtypes of its values."""
     report = PassReport("cast_norms")
     dtypes = {
         v.name: v.type.tensor_type.elem_type for v in [*onnx_graph.input, *onnx_graph.value_info]
@@ -31,7 +31,7 @@ def cast_norms(onnx_graph: onnx.GraphProto) -> PassReport:
 
 
 def _cast(node: onnx.NodeProto, dtypes: dict[str, int], report: PassReport) -> list[onnx.NodeProto]:
-    """The cast that `node` then reads, or none."""
+    """Make `node` read a cast of its input if dtypes differ; return the cast, or an empty list."""
     x, scale = (dtypes.get(name) for name in node.input)
     if x is None or scale is None:
         report.unmatched.append(

@@ -1,8 +1,8 @@
-"""`[1, tokens, ...]` -> `[tokens, ...]`, from the embedding to the logits.
+"""Replace values `[1, tokens, ...]` by `[tokens, ...]`, from the embedding to the logits.
 
-Applies to the batch dim of 1 that a Hugging Face model has around ragged rows. ONNX would squeeze
-and unsqueeze around each cache op, and gather, so copy, q, k, v and the logits. An operation that
-is not known here keeps the dim, and says so.
+Applies to the batch dim of 1 that a Hugging Face model has around ragged rows. With it, ONNX would
+squeeze and unsqueeze around each cache op, and copy q, k, v and the logits by gathers. An operation
+that is not known here keeps the dim, and is reported.
 """
 
 from __future__ import annotations
@@ -50,8 +50,10 @@ POINTWISE = (
 
 
 def drop_batch_dim(graph: Graph) -> PassReport:
-    """Rewrite `graph` in place; the result of each known operation is an unsqueeze of a flat one,
-    which the next operation looks through."""
+    """Rewrite `graph` in place.
+
+    Each known operation becomes a flat operation and an unsqueeze, which the next operation skips.
+    """
     report = PassReport("drop_batch_dim")
     kept: Counter[str] = Counter()
     for node in list(graph.nodes):
@@ -83,7 +85,8 @@ def _selects_all(select: Node) -> bool:
 
 
 def _viewed(graph: Graph, node: Node) -> Node | None:
-    """What a view equals that drops the dim, puts it before the others, or changes nothing."""
+    """The node that a view equals, if it drops the batch dim, adds it in front, or changes nothing;
+    else None."""
     if node.target not in VIEWS:
         return None
     given, dims = any_node(node.args[0], "a tensor"), _dims(node)
@@ -103,7 +106,7 @@ def _dims(node: Node) -> list[str]:
 
 
 def _flat(node: object) -> Node | None:
-    """x of unsqueeze(x, 0)."""
+    """x, if `node` is `unsqueeze(x, 0)`; else None."""
     if isinstance(node, Node) and node.target is aten.unsqueeze.default and node.args[1] == 0:
         assert isinstance(node.args[0], Node)
         return node.args[0]
@@ -151,7 +154,7 @@ def _replace(graph: Graph, node: Node, flat: Node) -> None:
 
 
 def _rows(node: object) -> Node:
-    """`node` without the dim: what was unsqueezed, or a view."""
+    """`node` without the batch dim: the operand of its unsqueeze, or a new squeeze."""
     flat = _flat(node)
     if flat is None:
         assert isinstance(node, Node)
@@ -167,7 +170,8 @@ def _first(node: Node) -> Node:
 
 
 def _pointwise(node: Node) -> tuple[Argument, ...]:
-    """Operands of the result's rank lose their first dim, others broadcast as before."""
+    """Arguments of an elementwise operation: operands with the result's rank lose their first dim,
+    others broadcast as before."""
     rank = len(value(node).shape)
 
     def operand(x: Argument) -> Argument:
@@ -179,7 +183,7 @@ def _pointwise(node: Node) -> tuple[Argument, ...]:
 
 
 def _along(at: int) -> Rule:
-    """Operations along the dims that argument `at` names, which must count from the end."""
+    """The rule for operations along the dims in argument `at`, which must count from the end."""
 
     def rule(node: Node) -> tuple[Argument, ...]:
         dims = node.args[at] if len(node.args) > at else 0
@@ -210,7 +214,7 @@ def _sliced(node: Node) -> tuple[Argument, ...]:
 
 
 def _dim(node: Node, at: int) -> int:
-    """The dim that argument `at` names, counted from the front; 0 where it is left out."""
+    """The dim in argument `at`, counted from the front; 0 if it is left out."""
     given = node.args[at] if len(node.args) > at else 0
     assert isinstance(given, int)
     return given % len(value(node).shape)

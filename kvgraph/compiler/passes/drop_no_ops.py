@@ -1,8 +1,8 @@
-"""Casts to the dtype that a value already has, dropout of a model that is not trained, and checks
-of what the trace fixed -> nothing.
+"""Remove casts to the dtype that a value already has, inactive dropout, and checks of facts that
+the trace has fixed.
 
-Applies to a program that runs as it is, operator by operator: each of these is a call that does
-no work, and a cast to the same dtype is an alias that hides which memory is whose.
+Applies to a program that runs operator by operator: each of these is a call without work, and a
+cast to the same dtype is an alias, which makes it harder to see which values share memory.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ CHECK = aten._assert_tensor_metadata.default
 
 
 def drop_no_ops(graph: Graph) -> PassReport:
-    """Rewrite `graph` in place; results that nothing reads go too."""
+    """Rewrite `graph` in place; nodes that nothing reads are removed too."""
     report = PassReport("drop_no_ops")
     before = len(graph.nodes)
     for node in list(graph.nodes):
@@ -37,9 +37,9 @@ def _is_idle_dropout(node: Node) -> bool:
 
 
 def _is_same(cast: Node) -> bool:
-    """Whether `cast` returns what it is given: all of a program is on one device.
+    """Whether `cast` returns its operand itself; all of a program is on one device.
 
-    A program's results keep their names, so a cast that is one stays.
+    False for a cast that is a result of the program, because results keep their names.
     """
     if any(user.op == "output" for user in cast.users):
         return False

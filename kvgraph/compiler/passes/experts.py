@@ -1,10 +1,10 @@
-"""Mixtures of experts as models write them: what the passes that rewrite them match.
+"""Match mixtures of experts as models write them, for the passes that rewrite them.
 
 transformers exports every family but Llama 4 (`all_experts.py`) through one function, `batched_mm`:
 a row's experts are gathered from stacked weights, their two layers are batched products, and the
-results are weighed and summed. What a family adds is its gate: SiLU or GELU, with limits and an
-offset (gpt_oss), from halves that follow each other or take turns. A mixture that is anything else
-stays as it is, and says why.
+results are weighted and summed. Families differ in the gate: SiLU or GELU, with limits and an
+offset (gpt_oss), of halves that follow each other or are interleaved. Any other mixture stays as it
+is, and the report says why.
 """
 
 from __future__ import annotations
@@ -58,9 +58,12 @@ def rewrite_mixtures(
     *,
     residuals: bool = False,
 ) -> PassReport:
-    """Rewrite `program` in place, for pass `name`: each mixture whose rows and weights are of one
-    of `kinds` by what `replacement` makes of it, before its total. `residuals`: a sum that only
-    a mixture enters is its too."""
+    """Rewrite mixtures of `program` in place, for pass `name`.
+
+    `kinds`: dtypes of rows and weights of mixtures to rewrite.
+    `replacement`: makes the node that computes a mixture, inserted before the mixture's total.
+    `residuals`: a mixture also takes over the addition of a residual to its result.
+    """
     report = PassReport(name)
     sums = [node for node in program.graph.nodes if node.target is SUM]
     gathered = {node: _mixture for node in sums if _gathers(program, node)}
@@ -93,7 +96,7 @@ def _replace(mixture: Mixture, replacement: Callable[[Mixture], Node]) -> None:
 
 
 def _gathers(program: ExportedProgram, total: Node) -> bool:
-    """Whether `total` sums what products with gathered weights gave."""
+    """Whether `total` is a sum over results of products with gathered weights."""
     waiting, seen = [total], set()
     for _ in range(8):  # nodes from the product of the second layer to the sum
         waiting = [x for node in waiting for x in node.all_input_nodes if x not in seen]
@@ -124,14 +127,15 @@ def _mixture(program: ExportedProgram, total: Node) -> Mixture:
 
 
 def _rounded(total: Node, dtype: torch.dtype) -> Node:
-    """A sum in float32, cast to the rows' dtype, where that is all that follows."""
+    """The cast of `total` to `dtype` if that is its only user and `total` has another dtype; else
+    `total`."""
     user = next(iter(total.users), total)
     is_cast = user.target in CASTS and value(user).dtype == dtype != value(total).dtype
     return user if len(total.users) == 1 and is_cast else total
 
 
 def _of_rows(node: object, what: str) -> Node:
-    """`[rows, active]` of what is flat."""
+    """The node `[rows, active]` of which `node` is a flat view."""
     flat = node_of(node, VIEWS, f"flat {what}")
     rows = any_node(flat.args[0], what)
     expect(value(rows).dim() == 2, f"expected {what} of rows, got {value(rows).dim()} dims")
@@ -139,7 +143,7 @@ def _of_rows(node: object, what: str) -> Node:
 
 
 def _layer(program: ExportedProgram, result: Node) -> Layer:
-    """What a batched product with gathered weights, and perhaps biases, computes."""
+    """The layer that a batched product with gathered weights, and perhaps biases, computes."""
     bias = None
     if result.target in ADDED:
         biases = [x for x in result.args if isinstance(x, Node) and x.target is GATHERED]

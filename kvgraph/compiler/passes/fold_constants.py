@@ -1,8 +1,8 @@
-"""What is computed from a model's constants alone -> its value, as a buffer of the program.
+"""Replace values that are computed from a model's constants alone by buffers of the program.
 
-Applies to results of at most MOST_ELEMENTS numbers behind an operator that computes: a number that
-a model makes of its settings in each step (Gemma 3n's cutoffs), by an operator that exporters may
-not have. Weights are no constants here.
+Applies to results of at most MOST_ELEMENTS numbers, for example a number that a model computes from
+its settings in each step (Gemma 3n's cutoffs), by an operator that exporters may not support.
+Results of moves and casts alone are not folded. Weights are no constants here.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ MOST_ELEMENTS = 1024
 
 aten = torch.ops.aten
 MOVES = (*CASTS, *LAYOUT, aten.detach_)
-"""They compute nothing, so there is nothing to fold."""
+"""Operators that compute no new numbers, so there is nothing to fold."""
 
 
 def fold_constants(program: ExportedProgram) -> PassReport:
@@ -55,7 +55,7 @@ def fold_constants(program: ExportedProgram) -> PassReport:
 
 
 def _given(program: ExportedProgram) -> dict[Node, object]:
-    """Constants that the trace met, small ones."""
+    """Values of small constant tensors of the program, by node."""
     kinds = {spec.arg.name: spec.kind for spec in program.graph_signature.input_specs}
     given: dict[Node, object] = {}
     for node in program.graph.nodes:
@@ -67,12 +67,12 @@ def _given(program: ExportedProgram) -> dict[Node, object]:
 
 
 def _value(node: Node, known: dict[Node, object]) -> object:
-    """None where it is no tensor, a large one, or not the same in each step."""
+    """The value of `node`; None if it is no tensor, a large one, or may differ between steps."""
     target = node.target
     assert callable(target)
     if target is not operator.getitem:
         is_pure = isinstance(target, OpOverload) and not target._schema.is_mutable
-        if not is_pure and target is not aten.detach_.default:  # writes no number
+        if not is_pure and target is not aten.detach_.default:  # detach_ writes no number
             return None
         if isinstance(target, OpOverload) and torch.Tag.nondeterministic_seeded in target.tags:
             return None

@@ -1,7 +1,7 @@
-"""The sum of a residual with what all ranks have summed -> an operand of all_reduce.
+"""Make a residual that is added to the result of all_reduce an operand of all_reduce.
 
-Applies where nothing else reads the sum over the ranks: the residual is added while that is read,
-once, and not written twice.
+Applies where nothing else reads the sum over the ranks. all_reduce then adds the residual as it
+reads the parts, and writes the result only once.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ REDUCE = torch_ops.all_reduce.default
 
 
 def fuse_all_reduce(graph: Graph) -> PassReport:
-    """Rewrite `graph` in place. A sum that is read elsewhere too, as of an embedding, stays."""
+    """Rewrite `graph` in place. An all_reduce whose result is read elsewhere too stays, as that of
+    an embedding."""
     report = PassReport("fuse_all_reduce")
     for node in list(graph.nodes):
         if node.target is REDUCE and len(node.args) == 1:

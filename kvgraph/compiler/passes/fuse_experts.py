@@ -1,7 +1,7 @@
-"""Mixture of experts -> kvgraph.fused_experts, whose products read each expert once (CUDA).
+"""Replace a mixture of experts by kvgraph.fused_experts, which reads each expert once (CUDA).
 
-Which mixtures, and why others stay as they are: `experts.py`. The weight of gate and up gets their
-rows in turn, and one with its inputs first is transposed, as it is written.
+`experts.py` decides which mixtures match. Rows of gate and up are interleaved in one weight, and a
+weight with its inputs first is transposed, when weights are written.
 """
 
 from __future__ import annotations
@@ -31,8 +31,7 @@ FUSED = torch_fusions.fused_experts.default
 
 
 def fuse_experts(program: ExportedProgram, bits: int | None, weights: Weights) -> PassReport:
-    """Rewrite `program` in place; its weights are made later. `bits` None: they keep their
-    dtype."""
+    """Rewrite `program` in place; its weights are made later. `bits`: None keeps their dtype."""
 
     def replacement(mixture: Mixture) -> Node:
         return _fused(program, mixture, PLAIN_BITS if bits is None else bits, weights)
@@ -69,7 +68,7 @@ def _add(
     weights: Weights,
     parts: list[slice],
 ) -> list[Node | None]:
-    """New parameters of a layer whose columns are these parts in turn."""
+    """Add parameters for a layer with the columns of `parts` interleaved; return their nodes."""
 
     def make() -> Iterator[Part]:
         dtype = torch.float32 if form.bits else None
@@ -88,7 +87,7 @@ def _add(
 
 
 def _part(weight: torch.Tensor | Coded, columns: slice, form: Form) -> Part:
-    """Some columns of an expert."""
+    """Some columns of an expert's weight, in the GPU kernels' form."""
     if isinstance(weight, torch.Tensor):
         return stored(weight[columns], form.bits)
     return kept(stored_of(weight.map(lambda part: part[columns])), form)

@@ -1,9 +1,9 @@
-"""RMSNorm written out in ATen, or aten.rms_norm -> kvgraph.rms_norm, with the sum before it.
+"""Replace RMSNorm (ATen operators or aten.rms_norm) and a sum before it by kvgraph.rms_norm.
 
-Applies to `x * rsqrt(mean(x^2) + epsilon)` over the last dim, in float32, by a weight `[W]` of x's
-dtype (plus a constant, as Gemma has it), rounded to x's dtype before the weight or after it: the
-kernel rounds at the same points. A sum that is normalised joins in where one of its terms is
-memory that nothing reads any more: that term then becomes the sum, in place.
+Applies to `x * rsqrt(mean(x^2) + epsilon)` over the last dim, in float32, times a weight `[W]` of
+x's dtype (plus a constant, as in Gemma). It may be rounded to x's dtype before the weight or after
+it; the kernel rounds at the same points. If x is a sum, the sum is fused too, provided that nothing
+reads one of its terms later: the kernel then writes the sum into that term's memory.
 """
 
 from __future__ import annotations
@@ -48,12 +48,12 @@ OWN_MEMORY = (
     torch_fusions.fused_experts.default,
     QUANTIZED,
 )
-"""Operators whose result is new memory that shares nothing with what they were given."""
+"""Operators that return new memory, which shares nothing with their operands."""
 
 
 @dataclass(frozen=True)
 class Norm:
-    """One norm: `out` is what x and weight become."""
+    """One RMSNorm of a graph; `out` is its result."""
 
     x: Node
     weight: Node
@@ -93,7 +93,7 @@ def _written_out(rate: Node) -> Norm:
 
 
 def _squares(rate: Node) -> tuple[Node, float]:
-    """x in float32, and epsilon, of `rsqrt(mean(x^2) + epsilon)`."""
+    """x in float32 and epsilon, if `rate` is `rsqrt(mean(x^2) + epsilon)`; else UnmatchedError."""
     shifted = node_of(rate.args[0], [ADD], "the rate of a mean plus epsilon")
     epsilon = shifted.args[1]
     if not isinstance(epsilon, float):
@@ -108,20 +108,21 @@ def _squares(rate: Node) -> tuple[Node, float]:
 
 
 def _before_cast(wide: Node) -> Node:
-    """x itself, where `wide` is x cast to float32."""
+    """x in 16 bits, if `wide` is x cast to float32; else `wide`."""
     given = wide.args[0] if wide.target in CASTS else wide
     return given if isinstance(given, Node) and value(given).dtype in HALVES else wide
 
 
 def _rounded(node: Node, dtype: torch.dtype) -> Node:
-    """The cast of `node` to `dtype` where that is all that follows, else `node`."""
+    """The cast of `node` to `dtype` if that is its only user and `node` has another dtype; else
+    `node`."""
     user = next(iter(node.users), node)
     is_cast = user.target in CASTS and value(user).dtype == dtype != value(node).dtype
     return user if len(node.users) == 1 and is_cast else node
 
 
 def _weight(factor: Node, dtype: torch.dtype) -> tuple[Node, float]:
-    """A parameter, and the constant that is added to it in float32."""
+    """The norm's weight, and the constant that is added to it in float32 (0 if none)."""
     offset = 0.0
     if factor.target is ADD:
         constant = factor.args[1]
@@ -135,7 +136,10 @@ def _weight(factor: Node, dtype: torch.dtype) -> tuple[Node, float]:
 
 
 def _composed(norm: Node) -> Norm:
-    """aten.rms_norm computes in float32 and rounds once; its epsilon may be left out."""
+    """The Norm of an aten.rms_norm, which computes in float32 and rounds once.
+
+    Its epsilon may be left out.
+    """
     given = dict(zip(("input", "normalized_shape", "weight", "eps"), norm.args, strict=False))
     given |= norm.kwargs
     epsilon, dims = given.get("eps"), given["normalized_shape"]
@@ -163,7 +167,10 @@ def _require_operands(norm: Norm) -> None:
 
 
 def _before_transpose(x: Node) -> tuple[Node, tuple[int, ...]]:
-    """Rows keep their elements when other dims change places: the norm moves before that."""
+    """The operand of a transpose that leaves the last dim in place, and its dims; else x and ().
+
+    Such a transpose keeps each row's elements, so the norm can be computed before it.
+    """
     if x.target is TRANSPOSE:
         source, *given = x.args
         rank = value(x).dim()
@@ -185,12 +192,12 @@ def _fuse(graph: Graph, norm: Norm, report: PassReport) -> None:
         x, dims = _before_transpose(norm.x)
         fused = _call(graph, norm.out, FUSED, (x, norm.weight), attributes, own_rows(value(x)))
         if dims:
-            # Not as norm.out lies in memory: torch's own norm makes its result row-major.
+            # norm.out has other strides, because torch's own norm makes its result row-major.
             moved = value(fused).transpose(*dims)
             fused = _call(graph, norm.out, TRANSPOSE, (fused, *dims), {}, moved)
         norm.out.replace_all_uses_with(fused)
     else:
-        # Before the sum's place nothing reads its result, and behind it nothing reads the term.
+        # Nothing reads the result before the sum's place, and nothing reads the term after it.
         total = norm.x
         given = (term, norm.weight, stream)
         norm.out.replace_all_uses_with(
@@ -216,7 +223,10 @@ def _call(
 
 
 def _stream(norm: Norm) -> tuple[Node, Node]:
-    """Of a sum that is normalised: the term that becomes the sum, and the other one."""
+    """The two terms of a sum that is normalised; the first can become the sum in place.
+
+    UnmatchedError if neither can, or if x is no sum.
+    """
     total = node_of(norm.x, [ADD], "a sum")
     expect(norm.weight < total, f"expected a weight from before the sum, got {norm.weight.name}")
     expect(len(total.args) == 2 and not total.kwargs, f"expected two terms, got {total.args}")
@@ -236,7 +246,7 @@ def _stream(norm: Norm) -> tuple[Node, Node]:
 
 
 def _still_read(term: Node, total: Node) -> str:
-    """Why `term` cannot become `total` in place: empty where it can."""
+    """Why `term` cannot become `total` in place; empty if it can."""
     if not _has_own_memory(term):
         return f"{term.name} may share its memory ({term.target})"
     for user in term.users:
@@ -254,6 +264,6 @@ def _has_own_memory(term: Node) -> bool:
 
 
 def _is_done_with(term: Node, user: Node) -> bool:
-    """Whether no part of `term`'s memory is in the result of `user`."""
+    """Whether the result of `user` shares no memory with `term`."""
     is_cast = user.target in CASTS and value(user).dtype != value(term).dtype
     return user.target in OWN_MEMORY or is_cast

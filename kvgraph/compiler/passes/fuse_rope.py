@@ -1,10 +1,10 @@
-"""The rotary embedding of q and k before update_and_attend -> cos_sin, its table by position.
+"""Replace the rotary embedding of q and k before update_and_attend by cos_sin, a table by position.
 
-Applies where q and k (or q alone, where nothing is stored) are rotated in the same way by cosines
-and sines of each token's own position, which the pass computes once for every position of the
-model's range, in the program's own operators. Layers of one rotary embedding share one table.
-Embeddings that depend on the length of a step are left as they are, and so is one whose table would
-be larger than TABLE_BYTES.
+Applies where q and k (or only q, if nothing is stored) are rotated in the same way by cosines and
+sines of each token's own position. The pass computes the table once, for every position that the
+model allows, with the program's own operators. Layers with the same rotary embedding share a table.
+An embedding stays if it depends on the length of a step, or its table would be larger than
+TABLE_BYTES.
 
 Numerics: kernels rotate in float32 by a table in float32 and round once; a program in half
 precision rounds cosines, sines, both products and their sum.
@@ -40,7 +40,7 @@ CHECK = aten._assert_tensor_metadata.default
 def fuse_rope(program: ExportedProgram, signature: GraphSignature, positions: int) -> PassReport:
     """Rewrite `program` in place, after `fuse_update_and_attend`.
 
-    A new buffer `kvgraph.cos_sin_{i}` of the program is each table `[positions, rotary_dim]`.
+    Each table `[positions, rotary_dim]` is a new buffer `kvgraph.cos_sin_{i}` of the program.
     """
     report = PassReport("fuse_rope")
     functions = TokenFunctions(program, signature)
@@ -71,7 +71,7 @@ def fuse_rope(program: ExportedProgram, signature: GraphSignature, positions: in
 
 
 def _rotations(node: Node, functions: TokenFunctions) -> list[Rotation]:
-    """Of q, and of k where the layer stores one."""
+    """The rotations of q, and of k if the layer stores one. UnmatchedError if they differ."""
     given = arguments(UPDATE_AND_ATTEND, node)
     expect(given["cos_sin"] is None, "expected no cos_sin yet, got one")
     found = []
@@ -94,7 +94,7 @@ def _two(q: Rotation, k: Rotation) -> str:
 def _table(
     style: int, cos: Columns, sin: Columns, functions: TokenFunctions, positions: int
 ) -> torch.Tensor:
-    """`[positions, rotary_dim]` float32: each pair's cosine, then each pair's sine."""
+    """The table `[positions, rotary_dim]` in float32: each pair's cosine, then each pair's sine."""
     rotary = len(cos.columns)
     size = positions * rotary * 4
     expect(
@@ -131,7 +131,7 @@ def _fuse(node: Node, rotations: list[Rotation], table: Node) -> None:
 
 
 def _unrotated(before: Node, rotation: Rotation, like: torch.Tensor) -> Node:
-    """What `rotation` rotates, as `[T, N, D]`."""
+    """The operand of `rotation`, before it is rotated, as `[T, N, D]`."""
     node, dims = rotation.source, list(rotation.dims)
     moved = [i for i, dim in enumerate(dims) if i != dim]
     graph = before.graph
@@ -146,7 +146,7 @@ def _unrotated(before: Node, rotation: Rotation, like: torch.Tensor) -> Node:
 
 
 def _erase_checked(graph: Graph) -> None:
-    """torch.export's checks of a dtype keep what they check alive: dead values go with theirs."""
+    """Remove values that only torch.export's dtype checks read, together with these checks."""
     for node in reversed(list(graph.nodes)):
         users = list(node.users)
         if node.op == "call_function" and users and all(u.target is CHECK for u in users):

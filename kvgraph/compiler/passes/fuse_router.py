@@ -1,10 +1,10 @@
-"""Softmax or sigmoid, top-k and what follows of a router -> kvgraph.route.
+"""Replace a router's softmax or sigmoid, its top-k and the operators after it by kvgraph.route.
 
-Applies to what chooses for a `kvgraph.experts` or `kvgraph.fused_experts`: scores by softmax or
-sigmoid, a bias for the choice alone, a choice of groups first (DeepSeek), weights divided by their
-sum, a scale; or a softmax over the logits that are chosen (gpt_oss, GraniteMoE). The product before
-it stays as it is. Weights stay in float32, where a model rounds them to its dtype. A router that is
-anything else, or chooses among rounded scores, stays and says why.
+Applies to the router of a `kvgraph.experts` or `kvgraph.fused_experts`: scores by softmax or
+sigmoid, a bias for the choice only, a choice of groups first (DeepSeek), weights divided by their
+sum, a scale; or a softmax over the chosen logits (gpt_oss, GraniteMoE). The product before it stays
+as it is. Weights stay in float32, even if the model rounds them to its dtype. Any other router, or
+one that chooses among rounded scores, stays, and the report says why.
 """
 
 from __future__ import annotations
@@ -43,19 +43,18 @@ EXPERTS = (torch_ops.experts.default, torch_fusions.fused_experts.default)
 SOFTMAXES, SIGMOIDS, TOPK = (aten.softmax.int,), (aten.sigmoid.default,), (aten.topk.default,)
 ADD, GATHER, SUM = (aten.add.Tensor,), (aten.gather.default,), (aten.sum.dim_IntList,)
 STEPS = 6
-"""Nodes from the choice of experts to their op, with a rank's table of its own between them."""
+"""Most nodes from the choice of experts to their op; a rank's table of its experts lies between."""
 
 Attributes = dict[str, int | float]
 
 
 def fuse_router(program: ExportedProgram) -> PassReport:
-    """Rewrite `program` in place; needs `drop_no_ops`, and `pack_experts` or `fuse_experts`, before
-    it."""
+    """Rewrite `program` in place, after `drop_no_ops`, and `pack_experts` or `fuse_experts`."""
     report, graph = PassReport("fuse_router"), program.graph
     for experts in [node for node in graph.nodes if node.target in EXPERTS]:
         try:
             own, weights = _of_all_ranks(any_node(experts.args[2], "weights"))
-            if not _is_routed(weights):  # by the router of other experts
+            if not _is_routed(weights):  # else other experts share this router, which is done
                 router = _Router(weights)
                 expect(_chooses(router.topk, experts), "expected experts and weights of one choice")
                 weights = _fuse(router, weights)
@@ -70,7 +69,7 @@ def fuse_router(program: ExportedProgram) -> PassReport:
 
 
 class _Router:
-    """What computes `weights`, read backwards from there."""
+    """A router that computes `weights`, matched backwards from there; UnmatchedError if unknown."""
 
     def __init__(self, weights: Node) -> None:
         self.attributes: Attributes = {}
@@ -119,7 +118,7 @@ class _Router:
         return chosen
 
     def _all_groups(self, scores: Node | None) -> Node:
-        """What is chosen from, before experts of other groups are left out."""
+        """The scores from which experts are chosen, before other groups' experts are masked."""
         masked = any_node(self.topk.args[0], "scores")
         if masked.target is not aten.masked_fill.Scalar:
             return masked
@@ -138,8 +137,8 @@ class _Router:
         groups, active = value(each).shape[1], _best_of(topk)
         group_best = _best_of_groups(best, keys, groups)
         if active < groups:
-            # 0 does as -infinity where it is also the weight of what it lets in, and no score is
-            # below it.
+            # 0 is as good as -infinity if the masked scores are also the weights, and none is
+            # below 0: a masked expert that is chosen then has weight 0.
             least = (-inf, 0) if scores is None else (-inf,)
             expect(masked.args[2] in least, f"expected -inf of other groups, got {masked.args[2]}")
             found = {"num_groups": groups, "active_groups": active, "group_best": group_best}
@@ -166,7 +165,7 @@ class _Router:
 
 
 def _fuse(router: _Router, weights: Node) -> Node:
-    """The op's weights in float32, for `weights`."""
+    """Insert kvgraph.route and replace the router's results. Return the op's float32 weights."""
     graph, topk = weights.graph, router.topk
     _require_rules(router)
     with graph.inserting_before(topk):
@@ -181,13 +180,13 @@ def _fuse(router: _Router, weights: Node) -> Node:
 
 
 def _replace(found: Node, indices: Node) -> None:
-    """Values or indices of a top-k become those of the op's choice, whoever reads them."""
+    """Replace `found`, a top-k's values or indices, by those of the op's choice, for all users."""
     graph, topk, is_index = found.graph, any_node(found.args[0], "top-k"), found.args[1] == 1
     for user in list(found.users) if is_index else []:
         if user.target is aten._to_copy.default and user.kwargs == {"dtype": torch.int32}:
             user.replace_all_uses_with(indices)
             graph.erase_node(user)
-    if found.users:  # as of ranks that have some of the experts each
+    if found.users:  # for example with ranks that each have some of the experts
         with graph.inserting_before(topk):
             ids = cast(indices, torch.int64)
             given = ids if is_index else add_call(graph, *GATHER, topk.args[0], -1, ids)
@@ -196,7 +195,7 @@ def _replace(found: Node, indices: Node) -> None:
 
 
 def _give(experts: Node, weights: Node, own: Node | None) -> None:
-    """`experts` takes these weights; those of experts that a rank does not have become 0."""
+    """Give `experts` these weights; `own`: weights of experts that the rank lacks become 0."""
     given = any_node(experts.args[2], "weights")
     if given.args == (own, weights, 0):
         return
@@ -209,7 +208,7 @@ def _give(experts: Node, weights: Node, own: Node | None) -> None:
 
 @torch.no_grad()
 def _require_rules(router: _Router) -> None:
-    """UnmatchedError for what the op refuses."""
+    """Raise UnmatchedError if the op refuses the router's operands or attributes."""
     bias = None if router.bias is None else value(router.bias).float()
     try:
         torch_ops.fake(ROUTE_SPEC)(value(router.logits), bias, **router.attributes)
@@ -218,8 +217,10 @@ def _require_rules(router: _Router) -> None:
 
 
 def _of_all_ranks(given: Node) -> tuple[Node | None, Node]:
-    """Which experts a rank has, None where it has all; and weights before those of others become
-    0, and before they are rounded."""
+    """Mask of the chosen experts that the rank has (None: it has all), and the router's weights.
+
+    The weights are those before rounding, and before weights of other ranks' experts become 0.
+    """
     weights = _unrounded(given)
     if weights.target is not aten.where.ScalarOther or weights.args[2] != 0:
         return None, weights
@@ -228,20 +229,20 @@ def _of_all_ranks(given: Node) -> tuple[Node | None, Node]:
 
 
 def _unrounded(weights: Node) -> Node:
-    """Weights before they are rounded to a dtype, and widened again."""
+    """The weights before any casts between dtypes of activations."""
     while (source := _source_of_cast(weights)) is not None:
         weights = source
     return weights
 
 
 def _narrow(logits: Node) -> Node:
-    """Logits before they are widened."""
+    """The logits before a cast to float32, if there is one."""
     source = _source_of_cast(logits)
     return logits if source is None or value(logits).dtype != torch.float32 else source
 
 
 def _source_of_cast(node: Node) -> Node | None:
-    """What a cast between dtypes of activations is given."""
+    """The operand of a cast between dtypes of activations; None for any other node."""
     is_cast = node.target in CASTS or (
         node.target is aten._to_copy.default and node.kwargs.keys() == {"dtype"}
     )
@@ -252,7 +253,7 @@ def _source_of_cast(node: Node) -> Node | None:
 
 
 def _chooses(topk: Node, experts: Node) -> bool:
-    """Whether the indices of `experts` are those of `topk`, or say where a rank has these."""
+    """Whether the indices that `experts` gets are those of `topk`, or places computed from them."""
     reached = [any_node(experts.args[1], "experts' ids")]
     for _ in range(STEPS):
         if any(node.target is operator.getitem and node.args == (topk, 1) for node in reached):
@@ -267,7 +268,7 @@ def _is_routed(weights: Node) -> bool:
 
 
 def _marks(given: object) -> Node:
-    """A node before it becomes true or false."""
+    """The operand of a cast to bool."""
     cast_to = node_of(given, CASTS, "marks as true and false")
     expect(value(cast_to).dtype == torch.bool, "expected marks as true and false")
     return any_node(cast_to.args[0], "marks")
@@ -289,7 +290,7 @@ def _topk_of(given: object, result: int) -> Node:
 
 
 def _best_of(topk: Node) -> int:
-    """How many a top-k takes, of the largest in the last dim."""
+    """The k of a top-k; UnmatchedError unless it takes the largest values of the last dim."""
     _, count, *rest = topk.args
     dim, largest = (*rest, *(-1, True)[len(rest) :])[:2]
     expect(isinstance(count, int), f"expected a number of experts, got {count}")
@@ -301,7 +302,7 @@ def _best_of(topk: Node) -> int:
 
 
 def _best_of_groups(best: Node, keys: Node, groups: int) -> int:
-    """Of how many of its best experts a group's score is the sum."""
+    """Number of best experts that a group's score sums."""
     if best.target in SUM:
         is_plain = list(best.args[1:]) in ([[-1]], [[-1], False]) and not best.kwargs
         expect(is_plain, "expected a sum over a group, in its own dtype")

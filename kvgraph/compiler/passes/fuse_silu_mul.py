@@ -1,7 +1,7 @@
-"""silu(gate) * up -> kvgraph.silu_mul.
+"""Replace `silu(gate) * up` by kvgraph.silu_mul.
 
-Applies to the gate of a gated MLP where gate and up are of one shape and dtype: tensors of their
-own, or halves of one. Gates of another activation are counted by its name.
+Applies to the gate of a gated MLP if gate and up have one shape and dtype. They may be separate
+tensors, or halves of one. Gates with another activation are reported by its name, with their count.
 """
 
 from __future__ import annotations

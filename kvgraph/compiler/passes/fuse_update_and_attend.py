@@ -1,8 +1,8 @@
-"""store_kv + paged_attention of one layer -> one update_and_attend.
+"""Replace store_kv and paged_attention of a layer by one update_and_attend.
 
 Applies where an attention follows the store of its layer on the same pool and index tensors, with
-nothing that touches the pool between them. An attention without a store of its own reads another
-layer's cache and becomes an update_and_attend without k and v. Afterwards each layer's work on
+nothing between them that uses the pool. An attention without a store of its own reads another
+layer's cache, and becomes an update_and_attend without k and v. Afterwards each layer's work on
 the pool is one node, so an aliased buffer has one consumer at any point.
 """
 
@@ -50,10 +50,10 @@ def require_fused(
     signature: GraphSignature,
     plan: CachePlan,
 ) -> None:
-    """UnsupportedError unless every layer of the plan became one node that sees its window.
+    """Raise UnsupportedError unless every layer of the plan became one node with the leaf's window.
 
     A leaf with a window frees the pages that leave it, so an attention that looks further back
-    would read pages that are no longer there.
+    would read freed pages.
     """
     report = next(each for each in passes if each.name == "fuse_update_and_attend")
     if report.unmatched:

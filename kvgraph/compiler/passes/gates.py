@@ -1,7 +1,8 @@
-"""The gate of a gated layer, as models write it.
+"""Match the gate of a gated layer, as models write it.
 
-`activation(min(gate, limit)) * (clamp(up, -limit, limit) + up_offset)`: SiLU, SiLU of `alpha` times
-its input, or GELU; gate and up are halves of one layer, which follow each other or take turns.
+A gate is `activation(min(gate, limit)) * (clamp(up, -limit, limit) + up_offset)`. The activation is
+SiLU, SiLU with `alpha` in its sigmoid, or GELU. Gate and up are halves of one layer's columns,
+which follow each other or are interleaved.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ ADDED = (aten.add.Tensor, aten.add_.Tensor)
 
 @dataclass
 class Gate:
-    """What joins the halves of `both`, which of its columns they are, and the op's attributes."""
+    """The gate of a layer `both`: the columns of gate and of up, and the op's attributes."""
 
     both: Node
     gate: slice
@@ -31,7 +32,7 @@ class Gate:
 
 
 def gate_of(inner: Node) -> Gate:
-    """What computes `inner`; UnmatchedError where it is no such gate."""
+    """The gate that computes `inner`. UnmatchedError if it is no such gate."""
     product = node_of(inner, (MUL,), "a gate's product")
     for gate, up in (product.args, product.args[::-1]):
         activated = _activated(gate)
@@ -42,7 +43,7 @@ def gate_of(inner: Node) -> Gate:
 
 
 def _activated(node: object) -> tuple[Node, dict[str, float]] | None:
-    """What an activation is of, and which it is."""
+    """The operand of an activation, and its attributes; None if `node` is no known activation."""
     if not isinstance(node, Node) or not node.args:
         return None
     source = node.args[0]
@@ -98,7 +99,7 @@ def _limit(bound: object) -> float | None:
 
 
 def _half(node: Node) -> tuple[Node, slice]:
-    """The layer of which `node` is half the columns, and which of them it is."""
+    """The layer of which `node` is half the columns, and the slice of these columns."""
     if node.target is operator.getitem:
         cut = node_of(node.args[0], (aten.chunk.default,), "two halves")
         both = any_node(cut.args[0], "a layer")

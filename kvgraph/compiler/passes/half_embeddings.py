@@ -1,8 +1,8 @@
-"""aten.embedding of a float32 table -> of the table in bfloat16, whose rows become float32.
+"""Store the float32 table of an aten.embedding in bfloat16, and cast its rows to float32.
 
-Applies to parameters whose rows are those of tokens, and that nothing else reads, so after
-`pack_linear`, which gives a tied projection weights of its own. Rows of positions stay, as an angle
-has to be exact. half_tables.py does the same to an ONNX graph.
+Applies to parameters with a row for each token that nothing else reads. So it runs after
+`pack_linear`, which gives a tied projection its own weights. Tables by position stay, because an
+angle must be exact. half_tables.py does the same to an ONNX graph.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def half_embeddings(
 
 
 def _require_tokens(index: Node, inputs: Mapping[str, str]) -> None:
-    """UnmatchedError unless `index` is computed from the values of the input `tokens` alone."""
+    """Raise UnmatchedError unless `index` is computed from values of the input `tokens` only."""
     reached, waiting = {index}, [index]
     while waiting:
         node = waiting.pop()

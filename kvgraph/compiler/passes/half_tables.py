@@ -1,7 +1,7 @@
-"""Tables of tokens that are only gathered from -> bfloat16, whose rows become float32.
+"""Store token tables that are only gathered from in bfloat16, and cast their rows to float32.
 
-Applies to parameters, as half_embeddings.py does to a program. Written for ONNX after its
-optimiser, which does not know a normalisation behind a Cast.
+Applies to parameters of an ONNX graph, as half_embeddings.py does to a program. It runs after
+ONNX's optimiser, which does not recognise a normalisation after a Cast.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch.export import ExportedProgram
 from kvgraph.compiler.passes import PassReport
 
 SIZES = ("Shape", "Size")
-"""They read no element."""
+"""ONNX operators that read no element of their input."""
 
 
 def half_tables(onnx_model: ir.Model, program: ExportedProgram) -> PassReport:
@@ -42,7 +42,7 @@ def half_tables(onnx_model: ir.Model, program: ExportedProgram) -> PassReport:
 
 
 def _inputs_of(index: ir.Value | None) -> set[str | None]:
-    """Inputs of the graph whose elements `index` is computed from."""
+    """Names of the graph's inputs from whose elements `index` is computed."""
     reached, waiting = {index}, [index]
     while waiting:
         value = waiting.pop()
@@ -54,7 +54,7 @@ def _inputs_of(index: ir.Value | None) -> set[str | None]:
 
 
 def _halved(table: ir.TensorProtocol, name: str) -> ir.LazyTensor:
-    """Computed where it is written."""
+    """The table in bfloat16, computed only when it is written."""
 
     def compute() -> ir.TensorProtocol:
         values = torch.from_numpy(table.numpy())

@@ -1,8 +1,8 @@
-"""Sums over the ranks of what is added afterwards -> one sum over the ranks.
+"""Replace several all_reduce calls by one, if their results are added afterwards.
 
-Two of one layer, as of its experts and of its shared expert, are added on each rank first. A sum
-of blocks of rows, as of what each expert gives (Llama 4), comes first too: it leaves fewer rows.
-Where something else reads a sum over the ranks, it stays.
+Two results of one layer, for example of its experts and of its shared expert, are added on each
+rank first. A sum over blocks of rows, for example over experts (Llama 4), is computed first too:
+it leaves fewer rows. An all_reduce stays if anything else reads its result.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ SHAPED = (*VIEWS, aten.unsqueeze.default)
 
 
 def join_all_reduces(graph: Graph) -> PassReport:
-    """Rewrite `graph` in place, before a residual is made an operand of `all_reduce`."""
+    """Rewrite `graph` in place; run it before `fuse_all_reduce`."""
     report = PassReport("join_all_reduces")
     for first in (_blocks_first, _terms_first):
         for total in list(graph.nodes):
@@ -36,7 +36,8 @@ def join_all_reduces(graph: Graph) -> PassReport:
 
 
 def _blocks_first(graph: Graph, total: Node) -> Node | None:
-    """What stands for a sum of blocks of rows, `[B, T, W]` to `[T, W]`; None: it is another one."""
+    """The replacement of a sum over blocks `[B, T, W]` of reduced rows: `[T, W]` blocks are summed
+    before all_reduce. None if `total` is no such sum."""
     if total.target is not aten.sum.dim_IntList or total.args[1:] != ([0],) or total.kwargs:
         return None
     blocks = any_node(total.args[0], "a tensor")
@@ -51,8 +52,8 @@ def _blocks_first(graph: Graph, total: Node) -> Node | None:
 
 
 def _terms_first(graph: Graph, total: Node) -> Node | None:
-    """What stands for `first + second`, or for `(x + first) + second` where nothing else reads the
-    inner sum; None where it is another sum."""
+    """The replacement of `first + second` with both reduced, or of `(x + first) + second` if
+    nothing else reads the inner sum. None if `total` is no such sum."""
     for second, other in _terms(total):
         joined = _joined(graph, other, second)
         if joined is not None:
@@ -65,7 +66,7 @@ def _terms_first(graph: Graph, total: Node) -> Node | None:
 
 
 def _terms(total: Node) -> list[tuple[Node, Node]]:
-    """Each term, with the other one, of a sum of two tensors of its own type."""
+    """Both orders of the terms of a sum of two tensors that have the sum's type; else empty."""
     terms = [x for x in total.args if isinstance(x, Node)]
     if total.target is not aten.add.Tensor or total.kwargs or len(terms) != 2:
         return []
@@ -75,7 +76,7 @@ def _terms(total: Node) -> list[tuple[Node, Node]]:
 
 
 def _joined(graph: Graph, first: Node, second: Node) -> Node | None:
-    """One sum over the ranks for those of `first` and `second`; None: they are not that."""
+    """One all_reduce for `first + second`; None unless both are results of all_reduce."""
     one, two = _reduced(first), _reduced(second)
     if one is None or two is None or one is two:
         return None
@@ -86,8 +87,8 @@ def _joined(graph: Graph, first: Node, second: Node) -> Node | None:
 
 
 def _reduced(node: Node) -> Node | None:
-    """The sum over the ranks that `node` is, in another shape or not; None where something else
-    reads it, or it is none."""
+    """The all_reduce of which `node` is the result or a view; None if there is none, or if anything
+    else reads it."""
     while len(node.users) == 1:
         if node.target is REDUCE:
             return node if len(node.args) == 1 else None
@@ -98,7 +99,10 @@ def _reduced(node: Node) -> Node | None:
 
 
 def _shaped_as(shaped: Node, start: Node, other: Argument) -> Node:
-    """`other`, which has the shape of `start`, in the shapes from there to `shaped`."""
+    """`other`, with the views applied that lead from `start` to `shaped`.
+
+    `other` has the shape of `start`.
+    """
     if shaped is start:
         return any_node(other, "a tensor")
     before = _shaped_as(any_node(shaped.args[0], "a tensor"), start, other)

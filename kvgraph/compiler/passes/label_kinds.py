@@ -1,4 +1,4 @@
-"""Kinds of operators that `token_labels.py` has a rule for."""
+"""Groups of operators for which `token_labels.py` has a rule."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SAME = (
     *(aten.to, aten._to_copy, aten.type_as, aten.dropout, aten.clone, aten.contiguous),
     *(aten.alias, aten.detach, aten.lift_fresh_copy),
 )
-"""They keep the elements of their first operand in place."""
+"""Operators that return the elements of their first operand at the same places."""
 
 MOVED = (
     *(*LAYOUT, aten.view_as, aten.expand_as, aten.narrow, aten.movedim, aten.swapaxes, aten.concat),
@@ -36,6 +36,6 @@ ELEMENTWISE = (
     *(aten.hardswish, aten.log_sigmoid, aten.fill_, aten.copy_, aten.clamp, aten.complex),
     aten.polar,
 )
-"""Those that torch does not tag as pointwise."""
+"""Elementwise operators that torch does not tag as pointwise."""
 
 MADE = (*CREATED, aten.zeros_like, aten.ones_like, aten.full_like, aten.empty_like, aten.empty)

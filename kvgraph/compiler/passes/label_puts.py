@@ -1,4 +1,4 @@
-"""Labels of a value whose places are written by index: `a[a > 0.3] = 0.1`, `a[:, [0, 3]] = b`."""
+"""Compute labels of a value that is written by index: `a[a > 0.3] = 0.1`, `a[:, [0, 3]] = b`."""
 
 from __future__ import annotations
 
@@ -11,8 +11,11 @@ from kvgraph.compiler.passes.labels import Labels, Value, join
 
 
 def put(node: Node, labels: Callable[[Node], Labels]) -> Value | None:
-    """Of `index_put` with one index: a mask that takes one number, or places along one dim, of
-    which any may take what is written there. None for others."""
+    """Labels of the result of an `index_put` with one index; None for any other.
+
+    The index is a mask that takes one number, or places along one dim. Each place along that dim
+    may take any of the values that are written.
+    """
     source, indices, values = node.args[:3]
     assert isinstance(source, Node)
     assert isinstance(indices, list | tuple)

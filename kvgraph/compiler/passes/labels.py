@@ -8,17 +8,17 @@ from typing import NamedTuple
 import torch
 
 TOKENS = 3
-"""Of the step that a program is followed through."""
+"""Fewest tokens of a step through which a program is followed."""
 KIND = torch.int16
 NONE = torch.iinfo(KIND).max
 """The lowest token of an element that depends on no token; its highest is -1."""
 
 
 class Labels(NamedTuple):
-    """Lowest and highest token of each element: equal shapes, KIND.
+    """Lowest and highest token that each element depends on: two tensors of one shape and of KIND.
 
-    A dim of stride 0 holds the same labels all along, and is looked at once: a weight's labels are
-    two numbers, whatever its size.
+    A dim of stride 0 holds equal labels and is processed once: a weight's labels take two numbers,
+    whatever its size.
     """
 
     low: torch.Tensor
@@ -35,7 +35,7 @@ class Labels(NamedTuple):
 
     @property
     def _distinct(self) -> Labels:
-        """Without the repeats along dims of stride 0, whose extent becomes 1."""
+        """The labels with dims of stride 0 reduced to extent 1."""
         low, high = self
         for dim, extent in enumerate(low.shape):
             if extent > 1 and not (low.stride(dim) or high.stride(dim)):
@@ -46,7 +46,7 @@ class Labels(NamedTuple):
         return Labels(move(self.low), move(self.high))
 
     def joined(self, dims: Sequence[int]) -> Labels:
-        """Over `dims`, which keep an extent of 1."""
+        """Labels of the same shape; elements along `dims` get the labels of all of them."""
         if not dims or 0 in self.low.shape:
             return self
         low, high = self._distinct
@@ -55,7 +55,7 @@ class Labels(NamedTuple):
         return found.expand(shape)
 
     def whole(self) -> Labels:
-        """Of all elements together, without dims."""
+        """The labels of all elements together, as tensors without dims."""
         low, high = self._distinct
         return Labels(low.amin(), high.amax()) if low.numel() else nothing(())
 
@@ -63,7 +63,7 @@ class Labels(NamedTuple):
         return self.map(lambda x: x.expand(shape))
 
     def compact(self) -> Labels:
-        """The same labels, where dims along which they are equal take no memory."""
+        """The same labels, stored with stride 0 along dims in which they are equal."""
         low, high = self._distinct
         for dim, extent in enumerate(low.shape):
             if extent > 1:
@@ -74,25 +74,25 @@ class Labels(NamedTuple):
 
 
 def nothing(shape: Sequence[int]) -> Labels:
-    """Elements that depend on no token."""
+    """Labels of elements that depend on no token."""
     low, high = torch.tensor(NONE, dtype=KIND), torch.tensor(-1, dtype=KIND)
     return Labels(low, high).expand(shape)
 
 
 def everything(shape: Sequence[int]) -> Labels:
-    """Elements that depend on several tokens."""
+    """Labels of elements that depend on several tokens."""
     low, high = torch.tensor(0, dtype=KIND), torch.tensor(TOKENS - 1, dtype=KIND)
     return Labels(low, high).expand(shape)
 
 
 def own(shape: Sequence[int]) -> Labels:
-    """Of a value `[tokens, ...]`: element t depends on token t."""
+    """Labels of a value `[tokens, ...]` in which elements of row t depend on token t."""
     at = torch.arange(shape[0], dtype=KIND).reshape(-1, *[1] * (len(shape) - 1))
     return Labels(at, at).expand(shape)
 
 
 def join(parts: Sequence[Labels]) -> Labels:
-    """Element by element, broadcast."""
+    """Labels of elements that depend on the elements of all `parts`; shapes broadcast."""
     low, high = parts[0]
     for part in parts[1:]:
         low, high = torch.minimum(low, part.low), torch.maximum(high, part.high)

@@ -1,8 +1,8 @@
-"""Linear layers as models write them, in groups: what the passes that pack their weights match.
+"""Match groups of linear layers as models write them, for the passes that pack their weights.
 
-Linear layers of one input become one node: q, k and v; gate and up, with silu(gate) * up as its
-output where the graph computes that, whether they are two layers or the halves of one. A router
-keeps its weights: a wrong expert costs more than its few bytes.
+Linear layers with one input become one node: q, k and v, or gate and up. If the graph computes
+silu(gate) * up, that is the node's output; gate and up may be two layers or halves of one. A router
+keeps its weights, because a wrong expert costs more than the few bytes saved.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ SPLITS = (aten.chunk.default, aten.split.Tensor, aten.split_with_sizes.default)
 PRODUCTS = (aten.matmul.default, aten.mm.default, aten.addmm.default)
 MAX_SECTIONS = 3
 OUTPUTS = ("out_features", "out_features_1", "out_features_2")
-"""Attributes of a node: the width of each of its sections."""
+"""Attributes with the width of each output of a node."""
 CHOICES = (aten.topk.default, torch_ops.route.default)
 ROUTER_STEPS = 4
-"""Nodes between a router's linear layer and the choice of experts."""
+"""Most nodes from a router's linear layer to the choice of experts."""
 
 
 @dataclass
@@ -65,7 +65,10 @@ class Layer:
         return len(self.weight) if self.half is None else len(self.weight) // 2
 
     def section(self, weights: Weights, *, is_kept: bool, group: int) -> Section:
-        """What is packed of it, opened; `is_kept`: as the checkpoint stores it, as `in_groups`."""
+        """The section of this layer to pack, with its values opened for reading.
+
+        `is_kept`: read rows as the checkpoint stores them, in groups of `group` inputs.
+        """
         first = (self.half or 0) * self.features
         bias = None if self.bias is None else weights.values(*self.bias).read()
         own = None if bias is None else array_of(bias[first : first + self.features])
@@ -83,15 +86,16 @@ class Layer:
         )
 
     def source(self, weights: Weights) -> Values:
-        """Its numbers."""
+        """The source of the whole weight's values, in float32."""
         return weights.values(self.name, self.weight, torch.float32)
 
 
 @dataclass
 class Group:
-    """Layers of one input, which become one node; what else it computes.
+    """Layers with one input that become one node, and further operations that the node computes.
 
-    Gate and up may be halves of one layer: then both have its node.
+    `gated`: the product silu(gate) * up. `residual`: a tensor that is added to the layer's result;
+    `total`: that sum. If gate and up are halves of one layer, both have its node.
     """
 
     layers: list[Layer]
@@ -105,25 +109,25 @@ class Group:
 
     @property
     def widths(self) -> list[int]:
-        """Of its outputs."""
+        """Widths of the node's outputs."""
         return [layer.features for layer in self.layers][: 1 if self.gated else None]
 
     @property
     def parts(self) -> tuple[Hashable, ...]:
-        """What its node's weights are made of."""
+        """A key that is equal for nodes with the same packed weights."""
         layers = ((one.name, one.half, one.bias and one.bias[0]) for one in self.layers)
         return (*layers, self.gated is not None)
 
     @property
     def stem(self) -> str:
-        """The first layer's name for its packed weights; one of its own for what is not
-        `layer.weight`."""
+        """The stem of the packed weights' names: the first layer's name without `.weight`, or with
+        `_linear` if it does not end so."""
         name = self.layers[0].name
         return name.removesuffix(".weight") if name.endswith(".weight") else f"{name}_linear"
 
 
 def apart_by_form(group: Group, weights: Weights) -> list[Group]:
-    """Layers that are kept as they are stored: a group for each of their forms."""
+    """Split a group of layers that are kept as stored: one group for each stored form."""
     kinds: dict[object, list[Layer]] = {}
     for layer in group.layers:
         source = layer.source(weights)
@@ -141,9 +145,12 @@ def rewrite_linears(
     residuals: bool = False,
     require: Callable[[Layer], None] = lambda layer: None,
 ) -> PassReport:
-    """Rewrite `program` in place, for pass `name`: `rewrite` makes one node of each group of layers
-    whose results are of one of `kinds`. `residuals`: a sum that only a layer enters is its too.
-    `require` raises UnmatchedError for a layer that stays as it is."""
+    """Rewrite linear layers of `program` in place, for pass `name`.
+
+    `kinds`: dtypes of results of layers to rewrite. `rewrite`: makes one node of a group of layers.
+    `residuals`: a layer also takes over the addition of a residual to its result.
+    `require`: raises UnmatchedError for a layer that must stay.
+    """
     report = PassReport(name)
     by_input: dict[Node, list[Layer]] = {}
     for node in program.graph.nodes:
@@ -169,8 +176,10 @@ def rewrite_linears(
 
 
 def replace_outputs(group: Group, whole: Node, like: Callable[[Node, Node], Node]) -> None:
-    """Each result of a group by one of `whole`, which is at the place of insertion; `like(out,
-    old)` gives it the old one's shape."""
+    """Replace the results of a group by the outputs of `whole`, its new node.
+
+    New nodes go to the graph's insertion point. `like(out, old)` gives `out` the shape of `old`.
+    """
     last = group.gated or group.total
     replaced = [last] if last is not None else [layer.node for layer in group.layers]
     for index, old in enumerate(replaced):
@@ -181,7 +190,7 @@ def replace_outputs(group: Group, whole: Node, like: Callable[[Node, Node], Node
 
 
 def _of_weight(program: ExportedProgram, node: object) -> bool:
-    """A weight or, say, its transpose."""
+    """Whether `node` is a weight of the model, or is computed directly from one (a transpose)."""
     source = node.args[0] if isinstance(node, Node) and node.args else node
     return any(held(program, x) is not None for x in (node, source))
 
@@ -205,7 +214,7 @@ def _layer(program: ExportedProgram, node: Node, kinds: Container[torch.dtype]) 
 
 
 def _routes(node: Node) -> bool:
-    """Whether experts are chosen by this layer's result."""
+    """Whether experts are chosen by the result of this linear layer."""
     reached = [node]
     for _ in range(ROUTER_STEPS):
         users = [user for n in reached for user in n.users]
@@ -216,7 +225,10 @@ def _routes(node: Node) -> bool:
 
 
 def _groups(layers: list[Layer], residuals: bool) -> list[Group]:
-    """A gated pair, then up to three layers at once; a layer alone may take its residual."""
+    """Group layers with one input: gated pairs first, then up to three layers at a time.
+
+    A layer alone may take over its residual.
+    """
     groups = []
     left = list(layers)
     for gate in layers:
@@ -241,7 +253,7 @@ def _gated_pair(gate: Layer, layers: list[Layer]) -> Group | None:
 
 
 def _gated_halves(both: Layer) -> Group | None:
-    """Gate and up of one layer that is cut in two, in either order."""
+    """The group of gate and up as two halves of one layer, in either order; None if it has none."""
     cuts = list(both.node.users)
     if len(cuts) != 1 or cuts[0].target not in SPLITS:
         return None
@@ -257,7 +269,7 @@ def _gated_halves(both: Layer) -> Group | None:
 
 
 def _gated_product(gate: Node) -> tuple[Node, Node] | tuple[None, None]:
-    """silu(gate) * up and up, if the graph computes nothing else of either."""
+    """The product `silu(gate) * up`, and up; None twice if gate or up has any other use."""
     try:
         silu = node_of(only_user(gate, "the gate"), [aten.silu.default], "silu of the gate")
         product = node_of(only_user(silu, "silu(gate)"), [aten.mul.Tensor], "a product next")

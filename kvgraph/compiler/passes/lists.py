@@ -1,7 +1,7 @@
-"""The passes of each target, in order: the one list that compile runs and inspect and docs print.
+"""The passes of each target, in order: the list that compile runs, and that inspect and docs print.
 
-Decision: a check is a pass of the same shape that changes nothing. It refuses the compile or holds,
-so it has no report of its own, unless it counts what it proved (`require_tokens_apart`).
+Decision: a check is a Pass too, but it changes nothing. It refuses the compile or does nothing, so
+it has no report, except `require_tokens_apart`, which counts what it proved.
 
 Nothing here imports a framework until a pass runs.
 """
@@ -18,7 +18,8 @@ from kvgraph.compiler.passes import PassOptions, PassReport
 
 
 class Rewritten(Protocol):
-    """What passes run over: a Traced, or a program alone. They take more of its parts, by name."""
+    """The subject of passes: a Traced, or a program alone. Passes also read other attributes of it,
+    by name."""
 
     passes: list[PassReport]
 
@@ -30,7 +31,7 @@ class Rewritten(Protocol):
 
 @dataclass(frozen=True)
 class Condition:
-    """What a pass needs of the options, and what is so where that does not hold."""
+    """A condition on the options for a pass to run; `otherwise`: text for when it does not hold."""
 
     holds: Callable[[PassOptions], bool]
     otherwise: str
@@ -43,10 +44,11 @@ PACKED = Condition(lambda options: options.is_packed, "weights are not packed")
 
 @dataclass(frozen=True)
 class Pass:
-    """A rewrite, or a check: a function of this package that is given the parts of what it runs
-    over that its parameters name.
+    """A rewrite or a check: a function of this package, imported on first use, so that `inspect`
+    lists passes without importing torch.
 
-    `at` is "file.function" where these are not both `name`.
+    `run` calls the function with those attributes of `subject` that its parameters name, as pytest
+    does with fixtures. `at`: "file.function", if file and function are not both called `name`.
     """
 
     name: str
@@ -63,7 +65,7 @@ class Pass:
 
     @property
     def summary(self) -> str:
-        """What it does: of a check its function's first paragraph, of a rewrite its file's."""
+        """One sentence on the pass: first paragraph of a check's function or a rewrite's module."""
         function = self.function
         text = getdoc(function if self.is_check else import_module(function.__module__))
         return " ".join((text or "").partition("\n\n")[0].split())
@@ -72,7 +74,7 @@ class Pass:
         return self.needs is None or self.needs.holds(options)
 
     def run(self, subject: Rewritten) -> PassReport | None:
-        """Rewrite or check `subject`. None: a check that holds and counts nothing."""
+        """Rewrite or check `subject`. Return the pass's report; None for a check without one."""
         function = self.function
         return function(*(getattr(subject, name) for name in signature(function).parameters))
 
@@ -83,15 +85,18 @@ def check(name: str, at: str = "", needs: Condition | None = None) -> Pass:
 
 @dataclass(frozen=True)
 class PassList:
-    """Of one target: what runs over the program after the trace, then over the ONNX graph made of
-    it, then over that graph as it is written."""
+    """The passes of one target after those in TRACE.
+
+    `program`: over the traced program. `onnx`: over the ONNX graph made of it. `written`: over that
+    graph as a protobuf, as it is written.
+    """
 
     program: tuple[Pass, ...] = ()
     onnx: tuple[Pass, ...] = ()
     written: tuple[Pass, ...] = ()
 
     def __iter__(self) -> Iterator[Pass]:
-        """All, from the trace on."""
+        """Iterate over all passes of the target, in order, from TRACE on."""
         return iter(TRACE + self.program + self.onnx + self.written)
 
 
@@ -107,10 +112,10 @@ TRACE = (
     check("require_planned", "require_stored.require_planned"),
     Pass("fuse_rope"),
 )
-"""What every program passes, whatever its target."""
+"""Passes that run over every program, whatever its target."""
 
 FUNCTIONAL = (Pass("wide_indices"), Pass("thread_pool"))
-"""The last over a program on its way to ONNX."""
+"""The last passes over a program before it is exported to ONNX."""
 
 PASSES = {
     ("cpu", "onnx"): PassList(
@@ -153,7 +158,7 @@ PASSES = {
         program=FUNCTIONAL, onnx=(Pass("tied_projection"),), written=(Pass("cast_norms"),)
     ),
 }
-"""(kind of target, backend) -> its passes."""
+"""(kind of target, backend) -> the passes."""
 
 
 LOWER_CACHES = (
@@ -163,13 +168,13 @@ LOWER_CACHES = (
     Pass("return_pools"),
     *FUNCTIONAL,
 )
-"""What `kvgraph.onnx.lower_caches` does to a program of a user's own."""
+"""The passes of `kvgraph.onnx.lower_caches`, over a user's own program."""
 
 
 def run_passes(subject: Rewritten, passes: Iterable[Pass]) -> None:
-    """Those that apply, in order; reports join the subject's, rewritten graphs are dumped.
+    """Run the passes that apply, in order. Add their reports to the subject's, and dump graphs.
 
-    UnsupportedError of a check says why the program is refused.
+    UnsupportedError: a check refuses the program; the message says why.
     """
     for each in passes:
         if not each.applies(subject.options):

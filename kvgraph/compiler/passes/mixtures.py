@@ -1,4 +1,4 @@
-"""What a mixture of experts is made of, for the passes that rewrite it."""
+"""The parts of a matched mixture of experts, for the passes that rewrite it."""
 
 from __future__ import annotations
 
@@ -19,14 +19,15 @@ from kvgraph.ops.packed import Form
 
 @dataclass
 class Layer:
-    """A layer of all experts: `[experts, columns, inputs]`, biases `[experts, columns]`."""
+    """One linear layer of all experts: weight `[experts, columns, inputs]`, bias `[experts,
+    columns]`."""
 
     x: Node
     ids: Node
     name: str
     weight: torch.Tensor
     is_transposed: bool
-    """`weight` is stored as `[experts, inputs, columns]`."""
+    """Whether `weight` is stored as `[experts, inputs, columns]`."""
     bias: tuple[str, torch.Tensor] | None
 
     @property
@@ -38,14 +39,16 @@ class Layer:
         return self.weight.shape[1 if self.is_transposed else 2]
 
     def parts(self, columns: Sequence[slice]) -> tuple[Hashable, ...]:
-        """What weights of these `columns` are made of."""
+        """A key that is equal for packed weights of the same tensors and `columns`."""
         return self.name, self.bias and self.bias[0], *map(str, columns)
 
     def each(
         self, weights: Weights, dtype: torch.dtype | None = None
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor | None]]:
-        """Weight `[columns, inputs]` and bias of one expert after the other, the weights in
-        `dtype` where the checkpoint has them."""
+        """Weight `[columns, inputs]` and bias of each expert in order.
+
+        `dtype`: dtype in which weights are read from the checkpoint; None: the layer's.
+        """
         rows = weights.values(self.name, self.weight, dtype).open()
         biases = self._biases(weights)
         for expert in range(len(self.weight)):
@@ -56,14 +59,14 @@ class Layer:
     def each_stored(
         self, weights: Weights, group: int
     ) -> Iterator[tuple[Coded, torch.Tensor | None]]:
-        """As `each`, of what is kept as it is stored, as `in_groups`."""
+        """Weight as stored and bias of each expert in order, in groups of `group` inputs."""
         rows, biases = in_groups(self.source(weights), group), self._biases(weights)
         for expert in range(len(self.weight)):
             found = rows(expert, expert + 1).map(lambda part: part[0])
             yield found, None if biases is None else biases[expert]
 
     def source(self, weights: Weights) -> Values:
-        """Its numbers."""
+        """The source of the whole weight's values, in float32."""
         return weights.values(self.name, self.weight, torch.float32)
 
     def _biases(self, weights: Weights) -> torch.Tensor | None:
@@ -72,7 +75,8 @@ class Layer:
 
 @dataclass
 class Mixture:
-    """A mixture whose result is `total`, of the dtype of its rows `x`; the residual is in it."""
+    """A matched mixture of experts over rows `x`. Its result `total` has the dtype of `x`, and
+    includes `residual` if there is one."""
 
     x: Node
     ids: Node
@@ -84,14 +88,14 @@ class Mixture:
     residual: Node | None = None
 
     def rewritten(self, replacement: Callable[[Mixture], Node]) -> Node:
-        """What computes `total` by the op that `replacement` makes, at the graph's point of
-        insertion."""
+        """The node that computes `total`, made by `replacement` at the graph's insertion point."""
         return replacement(self)
 
     def form(
         self, weights: Weights, bits: int, *, takes: Callable[[Form], bool] = lambda form: True
     ) -> tuple[Form, bool]:
-        """As `Weights.form_of`, of both layers."""
+        """The form for both layers' weights, and whether they keep it as stored; see
+        `Weights.form_of`."""
         layers = self.up, self.down
         sources = [layer.source(weights) for layer in layers]
         transposed = [source.is_coded_transposed for source in sources]
@@ -100,7 +104,7 @@ class Mixture:
 
 
 def require_kinds(mixture: Mixture, kinds: Container[torch.dtype]) -> None:
-    """UnmatchedError unless rows, weights and result are of one of `kinds`."""
+    """Raise UnmatchedError unless rows, weights and result have one dtype, which is in `kinds`."""
     dtype = value(mixture.x).dtype
     expect(dtype in kinds, f"expected float32, got {dtype}")
     found = {dtype, value(mixture.total).dtype, mixture.up.weight.dtype, mixture.down.weight.dtype}
@@ -108,14 +112,15 @@ def require_kinds(mixture: Mixture, kinds: Container[torch.dtype]) -> None:
 
 
 def require_sizes(up: Layer, down: Layer, width: int) -> None:
-    """UnmatchedError unless `up` has gate and up of what `down` takes, over rows of `width`."""
+    """Raise UnmatchedError unless `up` (gate and up) maps rows of `width` to twice the inputs of
+    `down`, and `down` maps back to `width`."""
     inner = down.inputs
     fits = (up.columns, up.inputs, down.columns) == (2 * inner, width, width)
     expect(fits and len(up.weight) == len(down.weight), "expected gate, up and down of one size")
 
 
 def weight_of(program: ExportedProgram, node: object, what: str) -> tuple[str, torch.Tensor]:
-    """Name and values of a weight of the model."""
+    """Name and tensor of a weight of the model. UnmatchedError if `node` is computed."""
     found = held(program, node)
     if found is None:
         raise UnmatchedError(f"expected {what} of the model, got computed ones")
@@ -123,11 +128,11 @@ def weight_of(program: ExportedProgram, node: object, what: str) -> tuple[str, t
 
 
 def is_stacked(program: ExportedProgram, node: object) -> bool:
-    """Whether it is a weight of all experts."""
+    """Whether `node` is a weight of all experts: a parameter with three dims."""
     found = held(program, node)
     return found is not None and found[1].dim() == 3
 
 
 def is_column(node: object) -> bool:
-    """Whether it has one number for each row."""
+    """Whether `node` has the shape `[rows, 1]`."""
     return isinstance(node, Node) and value(node).dim() == 2 and value(node).shape[1] == 1

@@ -1,4 +1,5 @@
-"""What passes over ATen graphs ask of a node; what does not hold is why they do not match."""
+"""Helpers for passes over ATen graphs. A condition that does not hold raises UnmatchedError, which
+the pass reports."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ from kvgraph.ops.torch_nodes import is_dense, row_stride
 
 aten = torch.ops.aten
 CASTS = (aten.to.dtype, aten.type_as.default)
-"""To another dtype, or to none other."""
+"""Operators that cast to another dtype, or to the same one."""
 
 VIEWS = (aten.view.default, aten.reshape.default)
 
@@ -24,7 +25,7 @@ KINDS = tuple(getattr(torch, name) for name in ACTIVATIONS)
 
 
 class UnmatchedError(Exception):
-    """Why a place is not what a pass rewrites. It never leaves the pass."""
+    """A place in a graph does not match a pass; the message says why. It never leaves the pass."""
 
 
 def expect(holds: bool, why: str) -> None:
@@ -33,7 +34,7 @@ def expect(holds: bool, why: str) -> None:
 
 
 def node_of(given: object, targets: Container[object], what: str) -> Node:
-    """`given`, if it is a call of one of `targets`; `what` those are comes into the sentence."""
+    """`given`, if it is a call of one of `targets`; else UnmatchedError that names `what`."""
     if isinstance(given, Node) and given.target in targets:
         return given
     raise UnmatchedError(f"expected {what}, got {getattr(given, 'target', given)}")
@@ -46,28 +47,32 @@ def any_node(given: object, what: str) -> Node:
 
 
 def only_user(node: Node, what: str) -> Node:
-    """The one node that reads `node`; `what` it is comes into the sentence."""
+    """The only node that reads `node`. UnmatchedError, with `what` in it, if there are others."""
     users = list(node.users)
     expect(len(users) == 1, f"expected one use of {what}, got {len(users)}")
     return users[0]
 
 
 def other_factor(product: Node, factor: Node) -> Node:
-    """The other one of two factors or terms."""
+    """The operand of a product or sum of two that is not `factor`."""
     others = [x for x in product.args if x is not factor]
     expect(len(others) == 1, f"expected two different operands of {product.name}")
     return any_node(others[0], f"a tensor in {product.name}")
 
 
 def value(node: Node) -> torch.Tensor:
-    """The fake tensor of what a node computes."""
+    """The fake tensor of a node's result."""
     found = node.meta.get("val")
     assert isinstance(found, torch.Tensor), f"{node.name}: torch.export notes every value"
     return found
 
 
 def require_rows(*nodes: Node) -> None:
-    """Rows as kernels take them: of a tensor of their own, or parts of a larger one's."""
+    """Raise UnmatchedError unless kernels can read the rows of `nodes`.
+
+    A tensor is dense, or its rows are parts of a larger tensor's rows, equally far apart and
+    aligned to ALIGNMENT bytes.
+    """
     for node in nodes:
         tensor = value(node)
         if is_dense(tensor):
@@ -87,19 +92,22 @@ def require_rows(*nodes: Node) -> None:
 
 
 def own_rows(tensor: torch.Tensor) -> torch.Tensor:
-    """The fake result of an op over such rows: a tensor of its own."""
+    """The fake result of an op over such rows: a dense tensor of the same shape."""
     return tensor if is_dense(tensor) else tensor.new_empty(tensor.shape)
 
 
 def typed(node: Node) -> str:
-    """dtype and dims of what a node computes: equal texts are equal types."""
+    """dtype and dims of a node's result as text; equal texts mean equal types."""
     tensor = value(node)
     dims = ", ".join(map(str, tensor.shape))
     return f"{str(tensor.dtype).removeprefix('torch.')}[{dims}]"
 
 
 def with_residual(node: Node) -> tuple[Node | None, Node]:
-    """What is added to `node` where nothing else reads it, and the sum; else none, and `node`."""
+    """The residual that is added to `node`, and the sum.
+
+    `(None, node)` if `node` has any other use, or the types differ.
+    """
     total = next(iter(node.users), node)
     if len(node.users) != 1 or total.target is not aten.add.Tensor or total.kwargs:
         return None, node
@@ -111,7 +119,7 @@ def with_residual(node: Node) -> tuple[Node | None, Node]:
 
 
 def erase_unused(node: Node) -> None:
-    """Take `node`, which nothing reads, and what only it read out of the graph."""
+    """Remove `node`, if nothing reads it, and then each operand that nothing else reads."""
     waiting = {node: None}
     while waiting:
         node, _ = waiting.popitem()
@@ -123,7 +131,7 @@ def erase_unused(node: Node) -> None:
 def add_call(
     graph: Graph, target: Callable[..., object], *args: Argument, **attributes: Argument
 ) -> Node:
-    """A call at the graph's point of insertion, with its value."""
+    """Add a call at the graph's insertion point, with its fake value."""
     node: Node = graph.call_function(target, args, attributes)
     node.meta["val"] = computed(node)
     return node
@@ -131,7 +139,7 @@ def add_call(
 
 @torch.no_grad()
 def computed(call: Node) -> object:
-    """What a call gives, over the fake tensors of its operands."""
+    """The result of a call over the fake values of its operands."""
     assert callable(call.target)
     args = [map_arg(arg, lambda node: node.meta["val"]) for arg in call.args]
     named = {name: map_arg(arg, lambda node: node.meta["val"]) for name, arg in call.kwargs.items()}
@@ -139,7 +147,7 @@ def computed(call: Node) -> object:
 
 
 def cast(node: Node, dtype: torch.dtype) -> Node:
-    """`node` in `dtype`, at the graph's point of insertion."""
+    """`node` in `dtype`: itself, or a new cast at the graph's insertion point."""
     if value(node).dtype == dtype:
         return node
     return add_call(node.graph, torch.ops.aten._to_copy.default, node, dtype=dtype)

@@ -1,6 +1,6 @@
-"""Mixture of experts -> kvgraph.experts over packed weights (CPU targets).
+"""Replace a mixture of experts by kvgraph.experts over packed weights (CPU targets).
 
-Which mixtures, and why others stay as they are: `experts.py`.
+`experts.py` decides which mixtures match.
 """
 
 from __future__ import annotations
@@ -26,8 +26,7 @@ PACKED = torch_ops.experts.default
 
 
 def pack_experts(program: ExportedProgram, bits: int | None, weights: Weights) -> PassReport:
-    """Rewrite `program` in place; its packed weights are made later. `bits` None: weights stay
-    float32."""
+    """Rewrite `program` in place; its packed weights are made later. `bits`: None keeps float32."""
 
     def replacement(mixture: Mixture) -> Node:
         return _packed(program, mixture, 32 if bits is None else bits, weights)
@@ -62,7 +61,10 @@ def _add(
     weights: Weights,
     halves: list[slice],
 ) -> list[Node | None]:
-    """New parameters of a layer whose experts are packed in these parts of their columns."""
+    """Add parameters for a layer of experts, and return their nodes.
+
+    `halves`: the columns of each packed section of an expert; `features`: their numbers.
+    """
 
     def make() -> Iterator[Packed]:
         given = layer.each_stored(weights, form.group) if is_kept else layer.each(weights)
@@ -79,7 +81,7 @@ def _add(
 
 
 def _section(weight: torch.Tensor | Coded, bias: torch.Tensor | None, half: slice) -> Section:
-    """Some columns of an expert."""
+    """The section with some columns of an expert's weight."""
     own = None if bias is None else array_of(bias[half])
     if isinstance(weight, torch.Tensor):
         return Section.of(array_of(weight[half]), own)

@@ -1,7 +1,7 @@
-"""aten.linear -> kvgraph.linear over packed weights, in bfloat16, int8, int4 or as stored.
+"""Replace aten.linear by kvgraph.linear over packed weights: bfloat16, int8, int4 or as stored.
 
-Linear layers of one input become one node (`linears.py`). A sum that only a layer enters, the
-residual, is its too.
+Linear layers with one input become one node (`linears.py`). The node also adds a residual, if the
+sum is the only use of a layer's result.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def _rewrite(program: ExportedProgram, group: Group, bits: int, weights: Weights
 
 
 def _rows(node: object) -> Node:
-    """`[rows, width]` of `[1, rows, width]`, as it is or as another view."""
+    """`node` as `[rows, width]`; from `[1, rows, width]` it is a view without the first dim."""
     assert isinstance(node, Node)
     if len(value(node).shape) == 2:
         return node

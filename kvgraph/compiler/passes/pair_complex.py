@@ -1,8 +1,8 @@
-"""Complex numbers -> pairs of real ones, in a last dim of 2.
+"""Replace complex numbers by pairs of real numbers, in a new last dim of 2.
 
-Applies to rotary embeddings that are written as products of complex numbers (DeepSeek V2): neither
-exporters nor kernels have such numbers. An operator without a rule here stays as it is, and the
-checks behind this pass refuse it.
+Applies to rotary embeddings that are written as products of complex numbers (DeepSeek V2). Neither
+exporters nor kernels support complex numbers. An operator without a rule here stays as it is, and
+later checks refuse it.
 """
 
 from __future__ import annotations
@@ -60,16 +60,16 @@ def _is_complex(node: Node) -> bool:
 
 
 class _Pairs:
-    """Writes what operators on complex numbers are on pairs, at the graph's place of insertion."""
+    """Makes operators on pairs for operators on complex numbers, at the graph's insertion point."""
 
     def __init__(self, graph: Graph, known: dict[Node, Node]) -> None:
         self._graph = graph
         self._known = known
 
     def of(self, node: Node) -> Node:
-        """The pairs of `node`. UnmatchedError for an operator without a rule."""
+        """The node with the pairs of `node`. UnmatchedError for an operator without a rule."""
         packet = getattr(node.target, "overloadpacket", None)
-        args = cast(Sequence[Node], node.args)  # and numbers, where an operator has them
+        args = cast(Sequence[Node], node.args)  # some operators have numbers among them
         if packet is aten.view_as_complex:
             return args[0]
         if packet is aten.polar:

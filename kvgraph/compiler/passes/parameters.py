@@ -1,4 +1,4 @@
-"""Parameters and outputs of an exported program: its signature follows its graph."""
+"""Change parameters and outputs of an exported program, in its graph and its signature."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from kvgraph.contract.dims import Array
 from kvgraph.ops.torch_arrays import tensor_over
 
 PARAMETERS = {"weight": "packed", "bias": "packed_bias"}
-"""Operands of a packed layer that have other names as its parameters."""
+"""Operand of a packed layer -> name of its parameter, if they differ."""
 
 HELD = (InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR)
 
 
 def held(program: ExportedProgram, node: object) -> tuple[str, torch.Tensor] | None:
-    """Name and tensor of a weight, or None for any other node."""
+    """Name and tensor of a parameter, buffer or constant; None for any other node."""
     for spec in program.graph_signature.input_specs:
         if isinstance(node, Node) and spec.arg.name == node.name and spec.kind in HELD:
             assert spec.target is not None
@@ -36,7 +36,7 @@ def held(program: ExportedProgram, node: object) -> tuple[str, torch.Tensor] | N
 def add_parameter(
     program: ExportedProgram, name: str, shape: Sequence[int], dtype: torch.dtype
 ) -> Node:
-    """A placeholder before all others for a new parameter `name`, which has no values yet."""
+    """Add a parameter `name` without values. Return its placeholder, the first of the graph."""
     first = next(node for node in program.graph.nodes if node.op == "placeholder")
     mode = value(next(n for n in program.graph.nodes if "val" in n.meta and _is_fake(n))).fake_mode  # type: ignore[attr-defined]
     with program.graph.inserting_before(first):
@@ -51,8 +51,10 @@ def add_parameter(
 
 
 def add_buffer(program: ExportedProgram, name: str, tensor: torch.Tensor) -> Node:
-    """A persistent buffer `name` of `program`, behind those that it has: it is stored by name with
-    the weights, and bound when they are."""
+    """Add a persistent buffer `name` after the existing ones. Return its placeholder.
+
+    It is stored with the weights by its name, and bound together with them.
+    """
     specs = program.graph_signature.input_specs
     held = (InputKind.PARAMETER, InputKind.BUFFER)
     index = next(i for i, spec in enumerate(specs) if spec.kind not in held)
@@ -75,10 +77,11 @@ def add_packed(
     forms: Mapping[str, tuple[tuple[int, ...], str]],
     make: Callable[[], Iterable[Packed]],
 ) -> list[Node | None]:
-    """weight, scales, bytes of groups and bias as new parameters `stem.packed` etc., of `forms`.
+    """Add the operands of a packed layer as parameters `stem.packed` and so on; return their nodes.
 
-    `make` gives their parts when they are written. A layer that a model calls again has those of
-    the first call: `of` says what they are made of.
+    The result has an entry for each name in OPERANDS; None: `forms` has no such operand.
+    `of`: a key of the weights' content; a second call with an equal key returns the first nodes.
+    `forms`: shape and dtype of each operand. `make`: yields the values when they are written.
     """
 
     def parts() -> Iterator[dict[str, torch.Tensor]]:
@@ -98,7 +101,10 @@ def add_matrix(
     forms: Mapping[str, gpu_weights.Shaped],
     make: Callable[[], Iterable[gpu_weights.Part]],
 ) -> list[Node | None]:
-    """weight, scales, bytes of groups and bias as new parameters, as `add_packed` names them."""
+    """Add the operands of a weight for GPU kernels as parameters; return their nodes.
+
+    Names and arguments are those of `add_packed`.
+    """
     made = _add_made(program, weights, stem, of, forms, make)
     return [made.get(operand) for operand in gpu_weights.OPERANDS]
 
@@ -113,7 +119,7 @@ def _add_made(
 ) -> dict[str, Node]:
     if (known := weights.placeholders.get(of)) is not None:
         return known
-    while f"{stem}.{PARAMETERS['weight']}" in program.state_dict:  # it begins another node's layers
+    while f"{stem}.{PARAMETERS['weight']}" in program.state_dict:  # another node has this stem
         stem += "_again"
     names = {operand: f"{stem}.{PARAMETERS.get(operand, operand)}" for operand in forms}
 
@@ -129,23 +135,23 @@ def _add_made(
 
 
 def array_of(tensor: torch.Tensor) -> Array:
-    """A weight in float32, as it is packed."""
+    """The weight as a NumPy array in float32, ready to be packed."""
     array: Array = tensor.float().numpy()
     return array
 
 
 def stored_of(coded: Coded) -> Stored:
-    """Rows of a checkpoint, as they are packed."""
+    """The stored rows of a checkpoint as NumPy arrays, ready to be packed."""
     return Stored(**{name: part.numpy() for name, part in parts_of(coded)})
 
 
 def tensor_of(array: Array) -> torch.Tensor:
-    """`array`'s memory as a tensor, bfloat16 of ml_dtypes included."""
+    """A tensor over the memory of `array`, which may have ml_dtypes' bfloat16."""
     return tensor_over(array, array.dtype.name)
 
 
 def drop_unused(program: ExportedProgram) -> None:
-    """Drop the parameters that no node reads any more."""
+    """Remove parameters that no node reads any more."""
     specs = program.graph_signature.input_specs
     nodes = {node.name: node for node in program.graph.nodes if node.op == "placeholder"}
     for spec in [s for s in specs if s.kind is InputKind.PARAMETER]:
@@ -157,7 +163,7 @@ def drop_unused(program: ExportedProgram) -> None:
 
 
 def name_outputs(program: ExportedProgram) -> None:
-    """Name the results that the graph returns now in the program's signature."""
+    """Update names of results in the program's signature to the nodes that the graph returns."""
     results = program.graph.output_node().args[0]
     assert isinstance(results, tuple)
     for spec, node in zip(program.graph_signature.output_specs, results, strict=True):

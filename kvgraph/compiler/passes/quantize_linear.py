@@ -1,10 +1,10 @@
-"""aten.linear -> kvgraph.quantized_linear over weights in fewer bits (CUDA).
+"""Replace aten.linear by kvgraph.quantized_linear over quantised weights (CUDA).
 
-Linear layers of one input become one node (`linears.py`); a sum with the residual stays for the
-norm behind it. Weights that are kept as they are stored are nodes of their own where their forms
-differ, and those whose nearest form is a float stay as they are. Inputs are rounded where the
-checkpoint was made for that and all architectures multiply such numbers. This pass comes before
-those that write in place: they then see one node that reads.
+Linear layers with one input become one node (`linears.py`). The addition of a residual stays, for
+the norm after it. Layers that are kept as stored become separate nodes if their forms differ, and
+weights that fit a float type best stay as they are. Inputs are rounded if the checkpoint was made
+for that and all architectures can multiply such numbers. This pass runs before passes that write in
+place, so these see one node that reads the input.
 """
 
 from __future__ import annotations
@@ -40,7 +40,10 @@ QUANTIZED = torch_fusions.quantized_linear.default
 def quantize_linear(
     program: ExportedProgram, bits: int, weights: Weights, archs: Sequence[str] = ()
 ) -> PassReport:
-    """Rewrite `program` in place; its weights are made later. `archs`: that kernels are for."""
+    """Rewrite `program` in place; its weights are made later.
+
+    `archs`: GPU architectures for which the artifact has kernels.
+    """
 
     def rewrite(group: Group) -> None:
         for part in apart_by_form(group, weights) if bits == AS_STORED else [group]:

@@ -1,4 +1,4 @@
-"""Positions come from each row's cache length, or the compile is refused."""
+"""Check that a program computes positions from each row's cache length."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from kvgraph.errors import UnsupportedError
 
 aten = torch.ops.aten
 OF_ROWS = ("input_row_offsets", "cache_lengths", "start_pos")
-"""Inputs that say where a row's tokens begin, by the end of their names."""
+"""Ends of names of inputs that say where a row's tokens begin."""
 
 PLAIN = (*ELEMENTWISE, *LAYOUT, aten.embedding)
 
 
 def require_positions(program: ExportedProgram, signature: GraphSignature) -> None:
-    """UnsupportedError for a program that numbers the tokens of a step from 0 and computes with the
-    numbers: a chunk and a second row begin elsewhere.
+    """Raise UnsupportedError if a program numbers the tokens of a step from 0 and computes with
+    these numbers, because positions in a second row or a later chunk do not begin there.
 
-    Numbers that only choose elements, as those of routed rows, are no positions.
+    Numbers that only choose elements, such as those of routed rows, are no positions.
     """
     nodes = {node.name: node for node in program.graph.nodes if node.op == "placeholder"}
     users = map(str, program.graph_signature.user_inputs)
@@ -51,7 +51,7 @@ def _is_as_long(node: Node, tokens: int | torch.SymInt) -> bool:
 def _reached(
     begin: Iterable[Node], is_followed: Callable[[Node], bool] = lambda user: True
 ) -> dict[Node, None]:
-    """What is computed from `begin`."""
+    """Nodes that are computed from `begin`, through users for which `is_followed` is true."""
     found: dict[Node, None] = {}
     waiting = list(begin)
     while waiting:
@@ -63,5 +63,5 @@ def _reached(
 
 
 def _computes(node: Node) -> bool:
-    """Whether it takes a row of a table for each number, or makes fractions of them."""
+    """Whether a node looks up table rows by its operands, or has a floating-point result."""
     return packet(node) is aten.embedding or value(node).is_floating_point()

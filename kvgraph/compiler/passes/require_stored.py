@@ -1,7 +1,8 @@
-"""What a module does with its caches, against what it was given: inputs whole, layers stored.
+"""Check that a module uses its caches as given: inputs whole, and layers stored before they are
+read.
 
-Checks, no rewrites: each failure is a module that could be compiled and would read pages that
-nothing wrote, or another cache's.
+A module that fails could be compiled, but would read pages that nothing wrote, or pages of another
+cache.
 """
 
 from __future__ import annotations
@@ -27,15 +28,15 @@ from kvgraph.ops.torch_ops import check_call, known_to_differ
 SPECS = {STORE: STORE_KV, ATTEND: PAGED_ATTENTION, FUSED: UPDATE_AND_ATTEND}
 
 OF_ITS_POOL = ("lookup_table", "kv_scales")
-"""Operands that must come from the same cache as the pool; lengths are equal in all caches."""
+"""Operands that must come from the same cache as the pool. Lengths are equal in all caches."""
 
 Symbols = Mapping[Any, TensorType]
-"""A program's own inputs -> what each is in the signature."""
+"""Input node of a program -> its symbol in the signature."""
 
 
 def require_whole_inputs(program: ExportedProgram, signature: GraphSignature) -> None:
-    """UnsupportedError unless the cache ops get the graph's own pools, each with its own table, and
-    every new token."""
+    """Raise UnsupportedError unless the cache ops get the graph's own pools, each with its own
+    table, and every new token."""
     symbols = _symbols(program, signature)
     tokens = next(value(node).shape[0] for node, s in symbols.items() if s.name == "tokens")
     for spec, given in _cache_ops(program.graph):
@@ -76,7 +77,8 @@ def _require_own_pool(what: str, given: Mapping[str, Any], symbols: Symbols) -> 
 
 
 def require_stored(graph: Graph) -> None:
-    """UnsupportedError unless each fused op fits, and its layer is stored before it is read."""
+    """Raise UnsupportedError unless each cache op's operands fit, and each layer is stored before
+    it is read."""
     stored = set()
     for spec, given in _cache_ops(graph):
         where = f"layer {given['layer']}"
@@ -92,7 +94,8 @@ def require_stored(graph: Graph) -> None:
 
 
 def _require_fits(where: str, spec: OpSpec, given: Mapping[str, Any]) -> None:
-    """What fits a store and an attention apart need not fit the op that they became."""
+    """Raise UnsupportedError unless the operands fit the op. Operands that fit a store and an
+    attention need not fit the op that replaced both."""
     values = {n: value(each) if isinstance(each, Node) else each for n, each in given.items()}
     try:
         check_call(spec, values)
@@ -101,7 +104,8 @@ def _require_fits(where: str, spec: OpSpec, given: Mapping[str, Any]) -> None:
 
 
 def require_planned(program: ExportedProgram, signature: GraphSignature, plan: CachePlan) -> None:
-    """UnsupportedError unless V is as wide as the params say, and padded caches are written."""
+    """Raise UnsupportedError unless V has the width in the cache's params, and each buffer of a
+    padded cache is written."""
     symbols = _symbols(program, signature)
     if plan.strategy is KVCacheStrategy.PADDED:
         _require_written(program.graph, symbols)
@@ -134,7 +138,7 @@ def _symbols(program: ExportedProgram, signature: GraphSignature) -> Symbols:
 
 
 def _cache_ops(graph: Graph) -> Iterator[tuple[OpSpec, dict[str, object]]]:
-    """Each cache op with its inputs and attributes, in order."""
+    """The spec of each cache op in order, with the op's inputs and attributes by name."""
     for node in graph.nodes:
         if node.target in SPECS:
             spec = SPECS[node.target]
@@ -142,6 +146,6 @@ def _cache_ops(graph: Graph) -> Iterator[tuple[OpSpec, dict[str, object]]]:
 
 
 def _written(graph: Graph) -> Iterator[Node]:
-    """Inputs that some op writes, through views too."""
+    """Values that some op writes in place, directly or through a view."""
     for node in graph.nodes:
         yield from map(base_of, written_by(node))

@@ -1,8 +1,8 @@
-"""Tokens meet in the cache ops and nowhere else, or the compile is refused.
+"""Check that a program mixes tokens only in the cache ops.
 
-A batch holds tokens of several requests, and a prompt comes in chunks: an operation that mixes
-tokens outside of attention would show one request another one's tokens, and depend on where a
-chunk ends. So each element of q, k and v must be computed from its own token alone, and each row
+A batch holds tokens of several requests, and a prompt comes in chunks. An operation that mixes
+tokens outside of attention would leak tokens between requests, and its result would depend on where
+a chunk ends. So each element of q, k and v must be computed from its own token alone, and each row
 of logits from the token that `logits_indices` names for it. The rules are in `token_labels.py`.
 """
 
@@ -38,20 +38,21 @@ from kvgraph.ops import SPECS, OpSpec
 aten = torch.ops.aten
 CACHE_OPS = {f"kvgraph.{spec.name}.default": spec for spec in SPECS}
 MOST_SHIFT = 8192
-"""Tokens of a shift that is looked for: no step of a usual size has more."""
+"""Largest shift, in tokens, that is searched for: usual steps have no more tokens."""
 
 
 class _UnknownError(UnsupportedError):
-    """An operator without a rule may mix tokens."""
+    """The refusal is due to an operator without a rule, which may mix tokens."""
 
 
 def require_model_tokens_apart(
     model: Model, program: ExportedProgram, signature: GraphSignature, plan: CachePlan
 ) -> PassReport:
-    """UnsupportedError unless only cache ops mix tokens; a padded cache is looked at over pages.
+    """Raise UnsupportedError unless only cache ops mix tokens; with a padded cache, the model is
+    checked over a paged one.
 
-    It is plain operators, among which no proof can tell attention from mixing: the report of a
-    module that has no form over pages says that it was not followed.
+    A padded cache is plain operators, in which attention cannot be distinguished from mixing. A
+    user's own module has no paged form, so it is not checked then, and the report says so.
     """
     if plan.strategy is not KVCacheStrategy.PADDED:
         return require_tokens_apart(program, signature)
@@ -69,33 +70,38 @@ def require_model_tokens_apart(
 
 
 def require_tokens_apart(program: ExportedProgram, signature: GraphSignature) -> PassReport:
-    """UnsupportedError unless only cache ops mix tokens. The program is not changed.
+    """Raise UnsupportedError unless only cache ops mix tokens. The program is not changed.
 
-    The report counts the cache ops and the logits that were followed to their own tokens.
+    The report counts the cache ops, and the logits, for which this was proved.
     """
     others = [node for node in program.graph.nodes if not _cache_op(node)]
     if writes_are_plain(others):
         with contextlib.suppress(UnsupportedError):
             return _followed(program, signature)
-    # Without writes in place, and in operators of which each one's rule is known.
+    # Decomposed: without in-place writes, and in operators that have rules.
     with lowering():
         return _followed(program.run_decompositions(), signature)
 
 
 def _followed(program: ExportedProgram, signature: GraphSignature) -> PassReport:
-    """Through a step of a few tokens, in which a shift by as many does not show; then through one
-    that is longer than every shift that a number of the program may say."""
+    """Follow a program through a step of TOKENS tokens, then through a longer step.
+
+    A shift by TOKENS or more tokens does not show in the first. The second is longer than every
+    shift that a number in the program may cause.
+    """
     report = _Follower(program, signature, TOKENS).run()
     longest = max(filter(None, map(_shift, program.graph.nodes)), default=0)
     if longest >= TOKENS:
-        with contextlib.suppress(_UnknownError):  # whose rule holds for few tokens alone
+        with contextlib.suppress(_UnknownError):  # some rules hold for few tokens only
             _Follower(program, signature, longest + TOKENS).run()
     return report
 
 
 def _shift(node: Node) -> int | None:
-    """The largest number up to MOST_SHIFT by which an operator may move tokens: of a size along
-    which a step grows, or in arithmetic of integers."""
+    """The largest number up to MOST_SHIFT by which an operator may shift tokens; None: it does not.
+
+    It is a number in an operator along a dim that grows with the step, or in integer arithmetic.
+    """
     made = node.meta.get("val")
     if node.op != "call_function" or _cache_op(node) is not None:
         return None
@@ -131,12 +137,14 @@ def _is_tensor(node: Node) -> bool:
 
 class _Follower:
     def __init__(self, program: ExportedProgram, signature: GraphSignature, tokens: int) -> None:
-        """`tokens`: of the step that the program is followed through; other dims have an extent of
-        2."""
+        """Prepare labels of the program's inputs.
+
+        `tokens`: number of tokens of the step. Other symbolic dims have an extent of 2.
+        """
         sizes = {TOTAL_SEQ_LEN: tokens, NUM_LOGITS: tokens}
         self._program = program
         self._report = PassReport("require_tokens_apart")
-        self._mixers: dict[Node, Node] = {}  # a mixed value -> where tokens were mixed first
+        self._mixers: dict[Node, Node] = {}  # mixed value -> node that mixed tokens first
         nodes = {node.name: node for node in program.graph.nodes if node.op == "placeholder"}
         given = [nodes[str(name)] for name in program.graph_signature.user_inputs]
         extents: dict[object, int] = {}
@@ -181,7 +189,7 @@ class _Follower:
                 self._write(node, written)
 
     def _write(self, node: Node, written: Node) -> None:
-        """`node` writes in place what `written` holds; nothing else reads it later."""
+        """Label `written` after `node` wrote it in place. Nothing reads its old value later."""
         base = base_of(written)
         if base.op == "placeholder" and base not in self._pools:
             self._require_empty(node, f"{base.name}, which the next step reads,")
@@ -191,7 +199,8 @@ class _Follower:
                 self._mixers[written] = self._mixers[node]
 
     def _meet(self, node: Node, spec: OpSpec, given: Mapping[str, Any]) -> None:
-        """Where tokens may meet: what goes in is each token's own, what comes out is again."""
+        """Check a cache op, in which tokens may mix: operands with a token dim must depend on their
+        own tokens, others on no token. Its result counts as each token's own."""
         for operand in spec.inputs:
             x = given.get(operand.name)
             if not isinstance(x, Node) or operand.dims[0] == NUM_PAGE_SLOTS:
@@ -202,7 +211,7 @@ class _Follower:
             else:
                 self._require_empty(x, what)
         made = node.meta.get("val")
-        if isinstance(made, list | tuple):  # without writes in place: the pools are results too
+        if isinstance(made, list | tuple):  # the functional form returns the pools too
             shapes = [() if x is None else self._labels.shape_of(x) for x in made]
             pools = [everything(shape) for shape in shapes[1:]]
             self._labels.set(node, [own(shapes[0]) if shapes[0] else nothing(()), *pools])
@@ -226,7 +235,7 @@ class _Follower:
         self._report.applied += 1
 
     def _require_own(self, node: Node, what: str) -> None:
-        """UnsupportedError unless element t of `node` depends on token t alone."""
+        """Raise UnsupportedError unless row t of `node` depends on token t only, or on no token."""
         found = self._labels[node]
         expected = own(self._labels.shape(node))
         alone = (found.high < 0) | ((found.low == expected.low) & (found.high == expected.low))
@@ -251,7 +260,7 @@ class _Follower:
 
 
 def _cache_op(node: Node) -> tuple[OpSpec, Mapping[str, Any]] | None:
-    """The cache op that a node calls, and its operands and attributes by name."""
+    """The spec of the cache op that a node calls, and its arguments by name; None for others."""
     if node.target is auto_functionalized_v2:
         spec = CACHE_OPS.get(str(node.args[0]))
         return None if spec is None else (spec, node.kwargs)

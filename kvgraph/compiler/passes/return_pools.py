@@ -1,5 +1,5 @@
-"""Pools are the program's last outputs, as ONNX has no mutation: a pool is an input and an output
-there."""
+"""Make pools the program's last outputs. ONNX has no in-place writes, so a pool is an input and an
+output there."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from kvgraph.ops import UPDATE_AND_ATTEND
 
 
 def return_pools(program: ExportedProgram) -> PassReport:
-    """The outputs become one flat tuple. Counts the pools that were none of them."""
+    """Rewrite the outputs to one flat tuple with all pools. The report counts the pools added."""
     output = program.graph.output_node()
     results = tuple(output.args[0])
     added = [pool for pool in _pools(program) if pool not in results]
@@ -33,8 +33,8 @@ def return_pools(program: ExportedProgram) -> PassReport:
 
 
 def require_pairs(program: ExportedProgram, passes: list[PassReport]) -> None:
-    """UnsupportedError unless every store became one op with its attention, over pools that are
-    inputs of the program and that nothing else uses, and nothing else is written in place."""
+    """Raise UnsupportedError unless every store was fused with its attention, pools are inputs that
+    nothing else uses, and nothing else is written in place."""
     unmatched = passes[-1].unmatched
     if unmatched:
         raise UnsupportedError(unmatched[0])
@@ -53,14 +53,15 @@ def require_pairs(program: ExportedProgram, passes: list[PassReport]) -> None:
 
 
 def _require_no_pool(node: Node, pools: set[Node]) -> None:
-    """What is read of a pool elsewhere would be from before the step, and a write would be lost."""
+    """Raise UnsupportedError if `node` reads a pool or writes in place: it would read the pool from
+    before the step, and its write would be lost."""
     changed = ", ".join(str(base_of(x)) for x in written_by(node))
     if changed:
         raise UnsupportedError(
             "program: expected one that changes nothing but its pools, by cache ops, got "
             f"{node.target} that changes {changed}"
         )
-    if isinstance(node.meta.get("val"), torch.SymInt):  # an extent
+    if isinstance(node.meta.get("val"), torch.SymInt):  # it reads only an extent of the pool
         return
     read = ", ".join(str(x) for x in node.all_input_nodes if x in pools)
     if node.op != "output" and read:
@@ -70,7 +71,7 @@ def _require_no_pool(node: Node, pools: set[Node]) -> None:
 
 
 def _pools(program: ExportedProgram) -> list[Node]:
-    """The inputs that cache ops write, in the order of the inputs."""
+    """The inputs that cache ops write, in the program's order of inputs."""
     written = _written(program)
     return [node for node in _inputs(program) if node in written]
 

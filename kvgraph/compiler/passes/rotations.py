@@ -1,10 +1,10 @@
-"""Rotary embeddings in a graph, however they are written: what each element of a head becomes.
+"""Find rotary embeddings in a graph, however they are written, by tracing each element of a head.
 
 Decision: the operators between a projection and an attention are run once, in a step of two
-tokens, on numbers that name elements instead of on elements: a value is a sum of terms, each an
-element of what goes in times one of a table or times 1. Halves by slices and `cat`, by chunks and
-differences, pairs by `stack`, heads behind tokens or before them: what comes out is compared with
-the definition of a rotation (RoFormer, section 3.4.2), and no spelling of it needs a rule.
+tokens, on the numbers (ids) of elements instead of their values. A value is a sum of terms; each
+term is an input element times a table entry, or times 1. The result is compared with the definition
+of a rotation (RoFormer, section 3.4.2). So no spelling needs a rule: halves by slices and `cat`, by
+chunks and differences, pairs by `stack`, heads after tokens or before them.
 
 Shapes: T tokens (two), N heads, D head_dim, R rotary_dim.
 """
@@ -37,15 +37,15 @@ aten = torch.ops.aten
 ADD, SUB, MUL, NEG = aten.add, aten.sub, aten.mul, aten.neg
 
 Term = tuple[Any, Any]
-"""Numbers of elements (0: none) and of factors (1: a bare element; negative: subtracted); a pair
-of tensors, or of tuples of them where an operator returns several."""
+"""A pair of tensors: ids of elements (0: none) and ids of factors (1: no factor; negative: the term
+is subtracted). If an operator returns several results, a pair of tuples of tensors."""
 
 
 @dataclass(frozen=True)
 class Columns:
-    """For each rotated element of a head, its factor: a column of `table [.., T, W]`.
+    """The column of `table [.., T, W]` that holds the factor of each rotated element of a head.
 
-    Tables of one expression are equal, at any node of it.
+    Tables with equal `expression` have equal values, even if they are different nodes.
     """
 
     table: Node = field(compare=False)
@@ -55,7 +55,7 @@ class Columns:
 
 @dataclass(frozen=True)
 class Rotation:
-    """`source`, its dims in the order `dims` (ones, then T, N, D), is what is rotated."""
+    """A rotation of `source`; its dims in the order `dims` are ones, then T, N, D."""
 
     source: Node
     dims: tuple[int, ...]
@@ -65,12 +65,12 @@ class Rotation:
 
     @property
     def turn(self) -> tuple[int, Columns, Columns]:
-        """What q and k must share."""
+        """The style and the factors, which must be equal for q and k."""
         return self.style, self.cos, self.sin
 
 
 def find_rotation(operand: Node, functions: TokenFunctions) -> Rotation:
-    """How `operand [T, N, D]` came about. UnmatchedError where it is no rotation."""
+    """The rotation that computes `operand [T, N, D]`. UnmatchedError if there is none."""
     trace = _Trace(functions, value(operand).dtype)
     terms = trace.terms(operand)
     if not any((factors.abs() > 1).any() for _, factors in terms):
@@ -91,7 +91,8 @@ def find_rotation(operand: Node, functions: TokenFunctions) -> Rotation:
 
 
 def _explain(operand: Node, functions: TokenFunctions) -> None:
-    """UnmatchedError where a cos or sin is near that is not a function of positions alone."""
+    """Raise UnmatchedError if `operand` is computed from a cos or sin that is no function of
+    positions alone. Only operators that a rotation may have are followed."""
     near, waiting = {operand}, [operand]
     while waiting:
         node = waiting.pop()
@@ -103,14 +104,15 @@ def _explain(operand: Node, functions: TokenFunctions) -> None:
 
 
 def _computed(node: Node) -> Node:
-    """What computed the elements that only moved since."""
+    """The node that computed the elements of `node`, before they were only moved."""
     while packet(node) in LAYOUT and isinstance(node.args[0], Node):
         node = node.args[0]
     return node
 
 
 class _Trace:
-    """Runs the operators before one operand. Elements and factors are numbered as they are met."""
+    """Runs the operators that compute one operand, on ids of elements and factors. Ids are given in
+    the order in which they are found."""
 
     def __init__(self, functions: TokenFunctions, dtype: torch.dtype) -> None:
         self._functions = functions
@@ -120,8 +122,11 @@ class _Trace:
         self._tables: dict[Node, int] = {}
 
     def candidates(self, shape: torch.Size) -> Iterator[tuple[Node, tuple[int, ...], torch.Tensor]]:
-        """Values of the operand's dtype that are nothing but elements, the first ones first, with
-        an order of their dims that has the operand's `shape` behind ones."""
+        """Values that may be what is rotated: node, order of dims, and ids of elements.
+
+        They have the operand's dtype and no factors, and come in graph order. Their dims in that
+        order are ones, then `shape`.
+        """
         for node in sorted(self._known):
             bare = _is_tensor(node) and _is_bare(self._known[node])
             if not bare or value(node).dtype != self._dtype:
@@ -134,7 +139,10 @@ class _Trace:
                     yield node, dims, found.reshape(shape)
 
     def columns(self, factors_TNR: torch.Tensor) -> Columns:
-        """The table that all of these are from: one token's row for it, equal for all heads."""
+        """The columns of the one table that all these factors come from.
+
+        UnmatchedError unless each token uses its own row, and all heads use the same columns.
+        """
         least = int(factors_TNR.min())
         started = [table for table, first in self._tables.items() if first <= least]
         table = max(started, key=lambda table: self._tables[table])
@@ -153,7 +161,7 @@ class _Trace:
         return self._known[node]
 
     def _terms(self, node: Node) -> list[Term]:
-        """Of an operator that a rotation is made of; empty for any other."""
+        """Terms of the result of an operator that a rotation may have; empty for any other."""
         kind = packet(node)
         given = [x for x in node.args if isinstance(x, Node)]
         if kind in LAYOUT:
@@ -186,7 +194,7 @@ class _Trace:
         return [(x + torch.zeros_like(factors), c * factors) for x, c in terms]
 
     def _factors(self, node: Node) -> torch.Tensor:
-        """Numbers of a table's entries: views and casts of one are the same table."""
+        """Ids of a table's entries. Views and casts of a table have the ids of that table."""
         sources = [x for x in node.all_input_nodes if not _is_extent(x)]
         if packet(node) in CASTS:
             return self._factors(sources[0])
@@ -228,7 +236,7 @@ class _Trace:
 
 @dataclass(frozen=True)
 class _Sum:
-    """`[terms, T, N, D]` each."""
+    """Ids of the elements and of the factors of an operand's terms, `[terms, T, N, D]` each."""
 
     elements: torch.Tensor
     factors: torch.Tensor
@@ -256,7 +264,7 @@ def _rotation(
 
 
 def _pairs(rotary: int) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
-    """For each style: the partner of each element, and the sign of its sine."""
+    """Each style with the index of each element's partner, and the sign of its sine."""
     index = torch.arange(rotary)
     half = rotary // 2
     yield ROPE_HALVES, (index + half) % max(rotary, 1), torch.where(index < half, -1, 1)

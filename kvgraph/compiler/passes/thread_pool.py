@@ -1,8 +1,8 @@
-"""Mutating update_and_attend -> functional form, the pool handed from layer to layer.
+"""Replace update_and_attend by its functional form, which passes the pool from layer to layer.
 
 Applies to a program whose pools are outputs too (`export(..., return_buffers=True)`): each node
-takes the pool that the one before it returned, and the last one's is the graph's output. ONNX and
-TensorRT have no mutation; there the runtime binds one address to the input and the output.
+takes the pool that the previous node returned, and the last node's pool is the graph's output. ONNX
+and TensorRT have no in-place writes; the runtime binds one address to the input and the output.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""MatMul by the transpose of a weight that is used elsewhere too -> Gemm with transB.
+"""Replace a MatMul by the transpose of a shared weight by a Gemm with transB.
 
-Applies to tied embeddings: the table is gathered from and projected onto, so a transposed copy
-would store it twice. A weight with one use was transposed ahead of time by the exporter.
+Applies to tied embeddings: the table is used for a gather and for the output projection, so a
+transposed copy would store it twice. The exporter has already transposed weights with one use.
 """
 
 from __future__ import annotations

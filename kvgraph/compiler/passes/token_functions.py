@@ -1,8 +1,8 @@
-"""Which values of a program are functions of a token's position and of constants alone.
+"""Find values of a program that are functions of a token's position and of constants alone.
 
-Decision: what an operator does with tokens is seen by running it on two of them. Operators that
-only move elements run on numbers that say which token an element belongs to; all others keep to
-the tokens of their operands or are refused. So a shape, a layout or an axis needs no rule here.
+Decision: the effect of an operator on tokens is found by running it on two tokens. Operators that
+only move elements run on numbers that say which token an element belongs to. All others must keep
+to the tokens of their operands, or are refused. So shapes, layouts and axes need no rules here.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from kvgraph.contract.signature import GraphSignature
 
 aten = torch.ops.aten
 TOKENS = 2
-"""Tokens that operators are looked at with."""
+"""Number of tokens on which operators are run."""
 
 CASTS = (aten.to, aten.type_as, aten._to_copy)
 LAYOUT = (
@@ -35,9 +35,9 @@ LAYOUT = (
     *(aten.slice_scatter, aten.select_scatter, aten.copy),
     *(aten.alias, aten.clone, aten.contiguous, aten.detach, aten.lift_fresh_copy),
 )
-"""They move elements and compute nothing."""
+"""Operators that move elements and compute nothing."""
 VIEWS = (aten.view, aten._unsafe_view)
-"""Those of LAYOUT that only take what is laid out for them."""
+"""Operators of LAYOUT that need compatible strides."""
 
 ELEMENTWISE = (
     *CASTS,
@@ -46,7 +46,7 @@ ELEMENTWISE = (
     *(aten.where, aten.gt, aten.ge, aten.lt, aten.le, aten.minimum, aten.maximum),
 )
 OUTER = (aten.matmul, aten.bmm, aten.mm)
-"""Of a column by a row."""
+"""Products that are accepted as outer products of a column by a row."""
 
 REDUCED = (
     *(aten.sum, aten.mean, aten.amax, aten.amin, aten.max, aten.min, aten.prod, aten.argmax),
@@ -54,7 +54,7 @@ REDUCED = (
     *(aten.logsumexp, aten.any, aten.all, aten.count_nonzero, aten.median),
 )
 BATCH_NORM = (aten._native_batch_norm_legit_no_training,)
-"""In its eval form, by numbers of earlier batches: no token meets another."""
+"""Batch norm in its eval form, by stored statistics: it does not mix tokens."""
 
 CREATED = (aten.arange, aten.full, aten.ones, aten.zeros, aten.scalar_tensor, aten.linspace)
 ROW_OPS = (
@@ -70,7 +70,7 @@ def packet(node: Node) -> Any:
 
 
 class TokenFunctions:
-    """Looks at `program` as it is; nodes that are added later are not asked about."""
+    """Finds functions of positions among the nodes that `program` has now."""
 
     def __init__(self, program: ExportedProgram, signature: GraphSignature) -> None:
         graph_signature = program.graph_signature
@@ -98,15 +98,16 @@ class TokenFunctions:
         self._found: dict[Node, torch.Tensor | str] = {}
 
     def depends_on_token(self, node: Node) -> bool:
-        """Whether it is a function of positions, and not of constants alone or of more."""
+        """Whether `node` is a function of positions, and neither of constants alone nor of anything
+        else."""
         try:
             return bool((self.tokens(node) >= 0).any())
         except UnmatchedError:
             return False
 
     def tokens(self, node: Node) -> torch.Tensor:
-        """For each element of `node` in a step of two tokens: which one's position it is computed
-        from, -1 for constants. UnmatchedError where it is computed from anything else."""
+        """The token from whose position each element of `node` is computed, in a step of two
+        tokens; -1 for constants. UnmatchedError if it is computed from anything else."""
         if node not in self._found:
             try:
                 self._found[node] = self._tokens(node)
@@ -118,7 +119,7 @@ class TokenFunctions:
         return found
 
     def evaluate(self, node: Node, positions: int) -> torch.Tensor:
-        """`node` in a step whose tokens sit at positions 0 to `positions` - 1."""
+        """The value of `node` in a step with tokens at positions 0 to `positions` - 1."""
         known: dict[Node, Any] = dict(self._constants)
         for position in self._positions:
             known[position] = torch.arange(positions, dtype=value(position).dtype)
@@ -127,8 +128,10 @@ class TokenFunctions:
         return result
 
     def expression(self, node: Node) -> str:
-        """Equal for nodes that compute the same from positions and from equal constants: models
-        write the same embedding down once for q and once for k, or in every layer."""
+        """A hash that is equal for nodes that compute the same from positions and equal constants.
+
+        Models may compute the same embedding once for q and once for k, or in every layer.
+        """
         if node not in self._expressions:
             constant = self._constants.get(node)
             if node in self._positions:
@@ -147,7 +150,7 @@ class TokenFunctions:
         return str(given) if isinstance(given, torch.SymInt) else self.expression(node)
 
     def shape(self, node: Node, tokens: int) -> list[int]:
-        """Extents of what a node computes in a step of `tokens` tokens."""
+        """The shape of a node's result in a step of `tokens` tokens."""
         return [self._extent(extent, tokens) for extent in value(node).shape]
 
     def moved(self, node: Node, operand: Callable[[Node], Argument]) -> Any:
@@ -191,7 +194,8 @@ class TokenFunctions:
         )
 
     def _is_position(self, node: Node) -> bool:
-        """Whether it is `arange(T) - row_offsets[row] + cache_lengths[row]`: what kernels take."""
+        """Whether `node` is `arange(T) - row_offsets[row] + cache_lengths[row]`, the position that
+        kernels compute."""
         if packet(node) not in (ADD, SUB) or value(node).dtype not in (torch.int32, torch.int64):
             return False
         terms = {self._term(term): sign for sign, term in _terms(node, 1)}
@@ -211,8 +215,8 @@ class TokenFunctions:
         return "offset" if source is self._offsets else "length" if source in self._lengths else ""
 
     def _is_row(self, node: Node) -> bool:
-        """Whether it says in which row each token is: only comparisons, tried on all rows of 0 to
-        2 tokens."""
+        """Whether `node` computes the row of each token. It is run on all batches of three rows
+        with 0 to 2 tokens each; only operators of ROW_OPS are accepted."""
         if node not in self._rows:
             self._rows[node] = all(
                 self._finds_rows(node, counts) for counts in product(range(3), repeat=3)
@@ -231,7 +235,10 @@ class TokenFunctions:
     def _run(
         self, node: Node, known: dict[Node, Any], tokens: int, allowed: tuple[Any, ...] = ()
     ) -> Any:
-        """What `node` is where `known` nodes have these values; only by `allowed` operators."""
+        """The value of `node`, given values of `known` nodes.
+
+        `allowed`: operators that may be run; empty: all. UnmatchedError for any other.
+        """
         if node not in known:
             given = node.meta.get("val")
             if isinstance(given, torch.SymInt):
@@ -264,7 +271,7 @@ def _joined(node: Node, parts: list[torch.Tensor]) -> torch.Tensor:
 
 
 def _terms(node: Node, sign: int) -> list[tuple[int, Node]]:
-    """A sum's terms, without casts: positions are far from any integer type's range."""
+    """The terms of a sum with their signs. Casts are skipped: positions fit every integer type."""
     if packet(node) in CASTS and isinstance(node.args[0], Node):
         return _terms(node.args[0], sign)
     if packet(node) in (ADD, SUB) and len(node.args) == 2 and not node.kwargs:

@@ -1,10 +1,10 @@
-"""From which token each element of a program's values is computed.
+"""Compute from which tokens each element of a program's values is computed.
 
 A program is followed operator by operator over a step of a few tokens. The labels of a value are
 the lowest and the highest token that each of its elements depends on; an element that depends on
-none has the empty range. Operators that move elements run on the labels themselves; the others are
-described by the dims that they reduce, sort or contract. An operator that is not known here counts
-as one that mixes all its inputs.
+no token has an empty range. Operators that move elements run on the labels themselves. The others
+are described by the dims that they reduce, sort or contract. An operator without a rule counts as
+one that mixes all its inputs.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ from kvgraph.ops import torch_ops
 
 aten = torch.ops.aten
 MOST_KNOWN = 1 << 16
-"""Elements of an index that is computed at compile time."""
+"""Most elements of an index that is computed at compile time."""
 
 
 class TokenLabels:
-    """Follows the nodes of a graph in order; `extents` are those of the symbols in its shapes."""
+    """Labels of a graph's nodes, followed in order. `extents`: values of the symbols in shapes."""
 
     def __init__(self, extents: Mapping[object, int]) -> None:
         self._extents = extents
@@ -53,7 +53,7 @@ class TokenLabels:
         return join([part.whole() for part in found]) if isinstance(found, list) else found
 
     def mixes(self, node: Node) -> bool:
-        """Whether an element of its value depends on several tokens."""
+        """Whether an element of the node's value depends on several tokens."""
         found = self._labels[node]
         return any(x.is_mixed for x in (found if isinstance(found, list) else [found]))
 
@@ -63,22 +63,22 @@ class TokenLabels:
             self._known[node] = known
 
     def shape(self, node: Node) -> list[int]:
-        """Extents of a node's value in the step that is followed."""
+        """The shape of a node's value in the step that is followed."""
         return self.shape_of(node.meta["val"])
 
     def follow(self, node: Node) -> None:
-        """Labels of a call of an operator, from those of its operands."""
+        """Compute the labels of a call from the labels of its operands."""
         try:
             found = self._call(node)
-        except (RuntimeError, IndexError):  # of an operator that does not run on labels
+        except (RuntimeError, IndexError):  # the operator does not run on labels
             found = self._unknown(node)
         self._labels[node] = compacted(self._joined_scalars(node, found))
-        with suppress(RuntimeError, IndexError):  # an index that a longer step would have
+        with suppress(RuntimeError, IndexError):  # an index may be valid in longer steps only
             if (known := self._run(node)) is not None:
                 self._known[node] = known
 
     def _joined_scalars(self, node: Node, value: Value) -> Value:
-        """Numbers that a program reads from a tensor take its labels along."""
+        """Add to `value` the labels of scalars that the program read from tensors."""
         scalars = [self[x].whole() for x in node.all_input_nodes if not _is_tensor(x)]
         if not any(x.high >= 0 for x in scalars):
             return value
@@ -107,7 +107,7 @@ class TokenLabels:
         return self._filled(node.meta.get("val"), join(parts))
 
     def _filled(self, made: Any, labels: Labels) -> Value:
-        """`labels`, of no dims or of the result's rank, for everything that an operator makes."""
+        """`labels`, without dims or of the result's rank, expanded to each of an op's results."""
         if isinstance(made, list | tuple):
             return [self._fill(part, labels) for part in made]
         return self._fill(made, labels)
@@ -115,7 +115,7 @@ class TokenLabels:
     def _fill(self, made: Any, labels: Labels) -> Labels:
         return labels.expand(self.shape_of(made)) if isinstance(made, torch.Tensor) else labels
 
-    # -- rules: None where an operator is not used in the way that the rule describes
+    # -- rules: None if the operator is not used in the way that the rule describes
 
     def _same(self, node: Node) -> Value:
         first: Any = node.args[0]
@@ -133,7 +133,7 @@ class TokenLabels:
                 return None
             return self[first].map(lambda x: x.reshape(self.shape_of(made)))
         if packet(node) is aten.repeat_interleave and isinstance(node.args[1], Node):
-            return None  # by counts that are a tensor
+            return None  # the counts are a tensor, so their values are not known
         low, high = (self._on_labels(node, at) for at in range(2))
         if isinstance(low, torch.Tensor):
             return Labels(low, high)
@@ -196,7 +196,8 @@ class TokenLabels:
         return self._filled(made, join([found, *weights]))
 
     def _normalised_in_groups(self, node: Node) -> Value:
-        """Over parts of all that the first dim has; mean and rate of each part come too."""
+        """Labels of a group norm: each row of the first dim is mixed as a whole. Mean and rate of
+        each group may be further results."""
         first = node.args[0]
         assert isinstance(first, Node)
         found = self[first].joined(list(range(1, self[first].low.dim())))
@@ -209,14 +210,14 @@ class TokenLabels:
         return [self._fill(made[0], whole), *(self._fill(part, rows) for part in made[1:])]
 
     def _normalised_by_constants(self, node: Node) -> Value:
-        """By numbers of earlier batches; its other outputs are empty."""
+        """Labels of a batch norm by stored statistics; its other outputs are empty."""
         first: Any = node.args[0]
         others = [self[x].whole() for x in node.all_input_nodes if x is not first]
         rest = [self._fill(part, nothing(())) for part in node.meta["val"][1:]]
         return [join([self[first], *others]), *rest]
 
     def _contracted(self, node: Node) -> Value | None:
-        """A product over the last dim of `a` and the last but one of `b`, and what is added."""
+        """Labels of a product over the last dim of `a` and the second last of `b`, plus a bias."""
         given: list[Any] = list(node.args)
         added: list[Any] = []
         kind = packet(node)
@@ -272,7 +273,7 @@ class TokenLabels:
         given = self[source]
         known = [x if x is None else self._known.get(x) for x in places]
         if any(x is not None and k is None for x, k in zip(places, known, strict=True)):
-            # An index that is not known may take any element of the dims that it indexes.
+            # An index without a known value may choose any element of the dims that it indexes.
             given = given.joined([dim for dim, x in enumerate(places) if x is not None])
             known = [x and torch.zeros(self.shape(x), dtype=torch.long) for x in places]
         taken = given.map(lambda x: x[tuple(slice(None) if k is None else k for k in known)])
@@ -298,7 +299,7 @@ class TokenLabels:
             known = self._known.get(index)
             if not self[index].is_empty:
                 return None
-            if known is None:  # any of them
+            if known is None:  # it may choose any element
                 return self._filled(node.meta["val"], given.joined([at]))
             return given.map(lambda x: x.index_select(at, known.long()))
         any_of = given.joined([at])
@@ -352,7 +353,7 @@ class TokenLabels:
     def _extent(self, extent: Any) -> Any:
         if isinstance(extent, torch.SymInt | torch.SymFloat | torch.SymBool):
             found = extent.node.expr.subs(self._extents)
-            found = found.subs(dict.fromkeys(found.free_symbols, 2))  # a tensor's content says it
+            found = found.subs(dict.fromkeys(found.free_symbols, 2))  # data-dependent symbols: 2
             return int(found) if found.is_integer else float(found)
         return extent
 
@@ -363,7 +364,7 @@ def _is_tensor(node: Node) -> bool:
 
 
 def _dims(node: Node, name: str) -> list[int] | None:
-    """The dims that an argument of an operator names; None where it names none."""
+    """The dims in argument `name` of a call, or its default; None if there is none."""
     target = node.target
     assert isinstance(target, torch._ops.OpOverload)
     for place, argument in enumerate(target._schema.arguments):

@@ -1,6 +1,6 @@
-"""An index in int32 -> in int64: ONNX's GatherND and ScatterND take no other.
+"""Cast indices in int32 and smaller types to int64: ONNX's GatherND and ScatterND take no other.
 
-Applies to indices of tensors by tensors (`x[i]`, `x[i] = y`) in a program on its way to ONNX.
+Applies to tensors that index tensors (`x[i]`, `x[i] = y`), before a program is exported to ONNX.
 """
 
 from __future__ import annotations

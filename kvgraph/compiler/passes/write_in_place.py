@@ -1,8 +1,8 @@
-"""Mutating update_and_attend -> functional form, whose pool outputs have no use.
+"""Replace update_and_attend by its functional form, with pool outputs that nothing uses.
 
-For compilers that give every output memory of its own (torch-tensorrt): the op is functional in
-name, and its plugin writes the graph's pool in place. Layers stay in order, as each one's query
-depends on the layer before.
+It is for compilers that give every output its own memory (torch-tensorrt). The op is functional in
+name only: its plugin writes the graph's pool in place. Layers stay in order, because each layer's
+query depends on the layer before.
 """
 
 from __future__ import annotations

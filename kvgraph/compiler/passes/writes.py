@@ -1,4 +1,4 @@
-"""What a program's operators write in place, and which of its values share memory."""
+"""Find what a program's operators write in place, and which values share memory."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ SCATTERS = {
     aten.slice.Tensor: aten.slice_scatter.default,
     aten.select.int: aten.select_scatter.default,
 }
-"""What takes a part of a value -> the value with another part there."""
+"""Operator that takes a part of a value -> operator that returns the value with a new part."""
 
 
 def writes_are_plain(calls: Iterable[Node]) -> bool:
-    """Whether what `calls` write in place is read later by the name that was written alone.
+    """Whether later nodes read what `calls` write in place only through the node that was written.
 
-    Then a write is no more than a new value of that name.
+    Then each write can be replaced by a new value of that node.
     """
     return not any(
         _is_read_later(call, base_of(written), (written, call))
@@ -34,8 +34,8 @@ def writes_are_plain(calls: Iterable[Node]) -> bool:
 
 
 def written_by(node: Node) -> list[Node]:
-    """The operands whose numbers a call writes in place, those of lists too."""
-    if node.target is aten.detach_.default:  # writes no number
+    """The operands that a call writes in place, entries of lists included."""
+    if node.target is aten.detach_.default:  # it writes no number
         return []
     found: list[Node] = []
     for argument, given in schema_arguments(node):
@@ -46,9 +46,10 @@ def written_by(node: Node) -> list[Node]:
 
 
 def write_elsewhere(call: Node, op: OpOverload) -> bool:
-    """Compute what `call` writes in place by `op`, as a new value, which all that follows reads.
+    """Replace an in-place `call` by `op`, which returns a new value; later nodes read that value.
 
-    Whether the new value has the type of what was written. Right where `writes_are_plain` is.
+    Return False, and change nothing, if the new value has another type than the written one.
+    `writes_are_plain` must be true for `call`.
     """
     made = _new_value(call, op)
     if made is None:
@@ -58,9 +59,10 @@ def write_elsewhere(call: Node, op: OpOverload) -> bool:
 
 
 def write_part_elsewhere(call: Node, op: OpOverload) -> bool:
-    """The same for a write into slices of a value, which becomes a new one around the new part.
+    """Replace an in-place `call` that writes a slice of a value by a new value with the new part.
 
-    Whether it is one: of a value of the program itself, of which no other part is read later.
+    Return False, and change nothing, if the whole value is an input of the program, if later nodes
+    read another part of it, or if the new part has another type.
     """
     (written,) = written_by(call)
     parts = [written]
@@ -86,7 +88,7 @@ def write_part_elsewhere(call: Node, op: OpOverload) -> bool:
 
 
 def _new_value(call: Node, op: OpOverload) -> Node | None:
-    """What `op` makes of the operands of `call`; None where that is not of the written type."""
+    """The result of `op` on the operands of `call`; None if its type is not the written one."""
     (written,) = written_by(call)
     with call.graph.inserting_before(call):
         made = add_call(call.graph, op, *call.args, **call.kwargs)
@@ -98,7 +100,7 @@ def _new_value(call: Node, op: OpOverload) -> Node | None:
 
 
 def _take_over(call: Node, made: Node) -> None:
-    """All that follows `call` reads `made` by the name that was written."""
+    """Make all nodes after `call` read `made` in place of `call` and of the written node."""
     (written,) = written_by(call)
     call.replace_all_uses_with(made)
     made.graph.erase_node(call)
@@ -106,13 +108,14 @@ def _take_over(call: Node, made: Node) -> None:
 
 
 def _is_read_later(call: Node, base: Node, known: Container[Node]) -> bool:
-    """Whether memory of `base` is read behind `call` by a name from before it, but for `known`."""
+    """Whether a node after `call` reads memory of `base` through a node from before `call` that is
+    not in `known`."""
     others = [name for name in _names_of(base) if name not in known and name < call]
     return any(call < user for name in others for user in name.users)
 
 
 def _names_of(base: Node) -> list[Node]:
-    """The values that share its memory, itself first."""
+    """The nodes that share memory with `base`, which is the first."""
     names, waiting = [base], [base]
     while waiting:
         users = waiting.pop().users
@@ -123,21 +126,25 @@ def _names_of(base: Node) -> list[Node]:
 
 
 def base_of(node: Node) -> Node:
-    """The value whose memory `node` is a part of, as the operators say, or fake values where they
-    are composite: `einsum` of one operand gives a view, and its schema does not say so."""
+    """The node whose memory `node` is a part of; `node` itself if it has its own memory.
+
+    Schemas of operators say so. For composite operators fake values say so: `einsum` of one operand
+    returns a view, but its schema does not tell.
+    """
     while (source := _source(node)) is not None:
         node = source
     return node
 
 
 def gives_its_operand(node: Node) -> bool:
-    """Whether a call gives memory of an operand, and its operator does not say so."""
+    """Whether a call returns memory of an operand although its schema does not say so."""
     is_known = any(x.alias_info is not None for x in _returns(node))
     return isinstance(node.target, OpOverload) and not is_known and _source(node) is not None
 
 
 def _source(node: Node) -> Node | None:
-    """The operand that a call gives memory of; of a part of a list, the one of what made it."""
+    """The operand of which a call returns memory, or None. For an entry of a list, the operand of
+    the call that returned the list."""
     maker = node.args[0] if node.target is operator.getitem else node
     if not isinstance(maker, Node):
         return None
@@ -150,7 +157,8 @@ def _source(node: Node) -> Node | None:
 
 
 def is_composite(op: object) -> bool:
-    """Whether its result is that of other operators: a view of them where they give one."""
+    """Whether `op` is composed of other operators, so its schema may not say that it returns a
+    view."""
     key = "CompositeImplicitAutograd"
     if not isinstance(op, OpOverload):
         return False
@@ -162,14 +170,14 @@ def _share(a: Node, b: Node) -> bool:
 
 
 def _storages(node: Node) -> set[int]:
-    """Of a node's fake value: views of a tensor have its storage."""
+    """Storages of a node's fake value; views of a tensor have the tensor's storage."""
     made = node.meta.get("val")
     parts = made if isinstance(made, list | tuple) else [made]
     return {x.untyped_storage()._cdata for x in parts if isinstance(x, torch.Tensor)}
 
 
 def schema_arguments(node: Node) -> Iterator[tuple[Argument, object]]:
-    """What a call passes, in place or by name."""
+    """The arguments of a call with their schema entries, by position or by name."""
     schema = node.target._schema if isinstance(node.target, torch._ops.OpOverload) else None
     for i, argument in enumerate(schema.arguments if schema else ()):
         if i < len(node.args):

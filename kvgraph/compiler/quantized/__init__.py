@@ -1,8 +1,8 @@
-"""Checkpoints whose weights are stored in fewer bits, read as the numbers that they stand for.
+"""Read quantised checkpoints as the numbers that their weights represent.
 
-Each method says which stored tensors are one weight, and how its rows are computed from them, so
-that whatever reads a plain checkpoint reads these too: names, shapes and conversions are those of
-the model, and no more than one packed tensor is in memory at once.
+Each method decides which stored tensors make one weight, and how its rows are computed from them.
+So code that reads plain checkpoints reads these too: names, shapes and conversions are those of the
+model. At most one packed tensor is in memory at a time.
 """
 
 from __future__ import annotations
@@ -35,26 +35,26 @@ METHODS: Mapping[str, Callable[[Parts, Config], dict[str, Values]]] = {
     "modelopt_fp4": modelopt.weights,
     "mxfp4": mxfp4.weights,
 }
-"""quant_method of a configuration -> its reader."""
+"""`quant_method` of a configuration -> function that reads its weights."""
 
 WITH_SCALES = ("F8_E4M3", "F8_E5M2", "F8_E8M0", "I8")
-"""Stored types of numbers that are no weight without a scale."""
+"""Stored types of numbers that mean nothing without a scale."""
 
 PACKED = (".qweight", ".weight_packed")
-"""Ends of names of such numbers, whatever their type."""
+"""Ends of names of tensors that mean nothing without scales, whatever their type."""
 
 OLDER_CONFIGS = ("quantize_config.json", "quant_config.json")
-"""Where early AutoGPTQ and AutoAWQ wrote what config.json says now."""
+"""Files in which early AutoGPTQ and AutoAWQ wrote the settings that are in config.json now."""
 
 
 def weights_of(
     folder: Path, config: Config, stored: Mapping[str, Stored]
 ) -> tuple[dict[str, Values], str]:
-    """Tensors of the checkpoint by the names of their modules, and how they are stored: empty
-    for a plain checkpoint.
+    """Values of the checkpoint's weights by their names, and text for their quantised form.
 
-    ModelError for one whose tensors do not fit each
-    other; UnsupportedError for a form that is not read, with what would be.
+    The text is empty for a plain checkpoint.
+    ModelError: tensors do not fit each other. UnsupportedError: the form cannot be read; the
+    message says which forms can.
     """
     readable = {k: each for k, each in stored.items() if each.dtype in TORCH_DTYPES}
     given = quantization(config)
@@ -75,7 +75,7 @@ def weights_of(
 
 
 def _require_whole(parts: Parts, found: Mapping[str, Values]) -> None:
-    """UnsupportedError where a weight has a part that its method does not take."""
+    """Raise UnsupportedError if a weight has a part that its method does not read."""
     for name in sorted({*parts.stored, *parts.unread} - parts.taken):
         stem, is_part, _ = name.rpartition(".weight_")
         if is_part and f"{stem}.weight" in found:
@@ -83,7 +83,7 @@ def _require_whole(parts: Parts, found: Mapping[str, Values]) -> None:
 
 
 def _require_scales(folder: Path, others: Mapping[str, Stored]) -> None:
-    """UnsupportedError where tensors that no method takes are numbers without their scales."""
+    """Raise UnsupportedError if a tensor that no method has read needs scales."""
     for name, each in sorted(others.items()):
         has_scales = each.dtype in WITH_SCALES and len(each.shape) > 1
         if has_scales or name.endswith(PACKED):

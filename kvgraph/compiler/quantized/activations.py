@@ -1,7 +1,7 @@
-"""Whether a checkpoint in fewer bits was made for inputs of its layers that are rounded too.
+"""Find whether a quantised checkpoint was made for rounded activations.
 
-Only how wide they are is read: each row is scaled as it comes, under one scale. A checkpoint's own
-scales of activations, or those of groups of inputs, would say no more about a row.
+Only their number of bits is read. Each row gets one scale at run time, so a checkpoint's own scales
+of activations, or scales of groups of inputs, are not needed.
 """
 
 from __future__ import annotations
@@ -11,17 +11,19 @@ from collections.abc import Mapping
 from kvgraph.compiler.frontends.folder import Config
 
 FP8_METHODS = ("fp8", "fbgemm_fp8")
-"""Whose readers round activations always."""
+"""Quantisation methods for which activations are always rounded."""
 ALGORITHMS = ("FP8", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_REAL_QUANT")
-"""Of modelopt; FP8_PB_WO is of weights alone."""
+"""modelopt's `quant_algo` with rounded activations. FP8_PB_WO is for weights only."""
 PRESETS = ("W8A8", "INT8", "FP8", "FP8_DYNAMIC", "FP8_BLOCK")
-"""Named schemes of compressed-tensors whose weights and activations have 8 bits."""
+"""compressed-tensors' named schemes with weights and activations in 8 bits."""
 BITS = 8
 
 
 def bits(config: Config) -> int:
-    """Of activations, where all layers of 8 bits have such, of the same kind; 0: they are not
-    rounded."""
+    """Bits of rounded activations (8), or 0 if they are not rounded.
+
+    With groups, all layers with 8-bit weights must have activations of the weights' kind.
+    """
     if config.get("quant_method") in FP8_METHODS or config.get("quant_algo") in ALGORITHMS:
         return BITS
     groups = config.get("config_groups")
@@ -32,7 +34,7 @@ def bits(config: Config) -> int:
 
 
 def _is_of_eight(name: str, group: object) -> bool:
-    if isinstance(group, list):  # a scheme by its name, and what it is of
+    if isinstance(group, list):  # the name of a scheme, and the modules that it applies to
         return name.upper().startswith(("W8", "FP8", "INT8"))
     return _kind(group, "weights")[0] == BITS
 
@@ -44,7 +46,7 @@ def _rounds(name: str, group: object) -> bool:
 
 
 def _kind(group: object, of: str) -> tuple[object, object, bool]:
-    """Bits, type, and whether numbers lie around zero, as ours do."""
+    """Bits, type, and whether numbers are symmetric around zero, as those of kernels are."""
     found = group.get(of) if isinstance(group, Mapping) else None
     given = found if isinstance(found, Mapping) else {}
     return given.get("num_bits"), given.get("type", "int"), given.get("symmetric") is not False

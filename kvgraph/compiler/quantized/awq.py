@@ -1,4 +1,4 @@
-"""AWQ: integers of 4 bits with a scale and a zero point for each group of inputs.
+"""Read AWQ: 4-bit integers with a scale and a zero point for each group of inputs.
 
 The layout of AutoAWQ's "gemm" version, for a weight of N outputs and K inputs in G groups:
 
@@ -21,7 +21,7 @@ from kvgraph.compiler.values import Plain, Rows, Values
 BITS = 4
 HALF = 1 << (BITS - 1)
 ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
-"""Which of eight outputs are in a word, from its lowest bits on."""
+"""Index of the output that each 4 bits of a word hold, from the lowest bits on."""
 
 
 def weights(parts: Parts, config: Config) -> dict[str, Values]:
@@ -79,7 +79,7 @@ class _Grouped(Integers):
 
 
 def _in_order(words: torch.Tensor) -> torch.Tensor:
-    """`[n, words]` -> `[n, outputs]`."""
+    """Unpack words `[n, words]` to numbers `[n, outputs]`, with outputs in order."""
     found = unpack(words, BITS).unflatten(-1, (-1, len(ORDER)))
     ordered = torch.empty_like(found)
     ordered[..., list(ORDER)] = found

@@ -1,4 +1,4 @@
-"""compressed-tensors, as llm-compressor writes it: what each weight is is seen from its tensors.
+"""Read compressed-tensors, as llm-compressor writes it; a weight's form is found from its tensors.
 
 For a weight of N outputs and K inputs in G groups:
 
@@ -12,7 +12,7 @@ For a weight of N outputs and K inputs in G groups:
     mxfp4-, nvfp4-pack-    weight_packed uint8 [N, K / 2], weight_scale [N, G]: exponents, or
     quantized              float8_e4m3fn over weight_global_scale
 
-Scales of activations and of a cache are left: activations are scaled as they come, and the cache
+Scales of activations and of a cache are ignored: activations are scaled at run time, and the cache
 has its own dtype.
 """
 
@@ -30,9 +30,9 @@ from kvgraph.errors import ModelError
 BITS = (2, 4, 8)
 DENSE = (None, "dense")
 UNREAD = ("mxfp6-pack-quantized",)
-"""Formats whose tensors look like those of another."""
+"""Formats that are refused by name, because their tensors look like those of another format."""
 PRESET_BLOCKS = {"FP8_BLOCK": (128, 128)}
-"""Named schemes whose scales are of blocks."""
+"""Named schemes with scales of blocks -> height and width of a block."""
 
 
 def weights(parts: Parts, config: Config) -> dict[str, Values]:
@@ -57,15 +57,15 @@ def weights(parts: Parts, config: Config) -> dict[str, Values]:
 
 
 def _formats(config: Config) -> list[object]:
-    """Of the whole checkpoint, and of groups in a mixture."""
+    """The formats that the configuration names, for the whole checkpoint and for its groups."""
     groups = (config.get("config_groups") or {}).values()
     return [each.get("format") for each in (config, *groups) if not isinstance(each, list)]
 
 
 def _block(config: Config) -> tuple[int, int] | None:
-    """Of float8 weights: the one that a group names."""
+    """Height and width of the first block that a group names, for float8 weights; None: none."""
     for name, group in (config.get("config_groups") or {}).items():
-        if isinstance(group, list):  # a scheme by its name, and what it is of
+        if isinstance(group, list):  # the name of a scheme, and the modules that it applies to
             block = PRESET_BLOCKS.get(name)
         else:
             block = block_of((group.get("weights") or {}).get("block_structure"))
@@ -75,7 +75,7 @@ def _block(config: Config) -> tuple[int, int] | None:
 
 
 def _sizes(config: Config) -> set[int]:
-    """Of groups of a row; empty where a scheme is given by its name alone."""
+    """Group sizes that the configuration names; empty if a scheme is given by its name alone."""
     groups = (config.get("config_groups") or {}).values()
     if any(isinstance(each, list) for each in groups):
         return set()
@@ -130,8 +130,10 @@ def _scaled(parts: Parts, stem: str, sizes: set[int], block: tuple[int, int] | N
 def _groups(
     parts: Parts, stem: str, scales: Plain, shape: tuple[int, int], sizes: set[int]
 ) -> tuple[int, Plain | None]:
-    """Groups of a row, and the group of each input where inputs are not in order: then it says how
-    many inputs each has."""
+    """Number of groups of a row, and the tensor with the group of each input.
+
+    The tensor is None if inputs are in order; then all groups must be of equal size.
+    """
     outputs, inputs = shape
     count = scales.shape[-1] if len(scales.shape) == 2 else 1
     index = parts.find_index(f"{stem}.weight_g_idx", inputs, count)

@@ -1,4 +1,4 @@
-"""Numbers of eight and four bits with exponents, and their scales."""
+"""Read FP8 and FP4 numbers with their scales."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ Block = tuple[int, int]
 
 
 class Scaled(Values):
-    """Numbers `[N, K]` or `[E, N, K]`, times the scale of their block.
+    """FP8 numbers `[N, K]` or `[E, N, K]`, each times the scale of its block.
 
-    `scales`: of blocks of the last two dims, those at the edges cut off; or one.
+    `scales`: one for each block of the last two dims, or one in all. Blocks at the edges may be
+    smaller.
     """
 
     dtype = torch.float32
@@ -38,7 +39,7 @@ class Scaled(Values):
         return rows
 
     def _open_scales(self) -> Rows:
-        """What reads those of rows: `[n, blocks]`, or `[n, N, blocks]`."""
+        """A function that reads the scales of rows: `[n, blocks]`, or `[n, N, blocks]`."""
         scales, height = read_finite(self._scales), self._block[0]
         if scales.numel() == 1:
             return lambda start, stop: scales.reshape(1, 1).expand(
@@ -52,7 +53,7 @@ class Scaled(Values):
 
     @property
     def form(self) -> Form | None:
-        """Of blocks that are as wide as groups may be."""
+        """The stored form; None if kernels have no groups of the block's width."""
         return None if self._block[1] % GROUP else Form(8, self._block[1], E4M3)
 
     def open_coded(self) -> CodedRows:
@@ -81,8 +82,12 @@ def scaled(
     block: Block | None,
     sizes: Collection[int] = (),
 ) -> Values:
-    """ModelError where `scales` are not those of `numbers`: one, of rows, of groups of a row, or of
-    `block`. `sizes`: inputs that a group may have; any where there are none."""
+    """The values of FP8 `numbers` with `scales`: one in all, or one for each row, group or block.
+
+    `block`: height and width of a block, if the configuration names one.
+    `sizes`: allowed group sizes; empty: any size.
+    ModelError: the shape of `scales` fits none of these.
+    """
     *leading, height, width = numbers.shape if len(numbers.shape) > 1 else (1, *numbers.shape)
     shapes: dict[tuple[int, ...], Block] = {(): (height, width), (1,): (height, width)}
     shapes[(*leading, 1, 1)] = height, width
@@ -111,13 +116,14 @@ def _kind(block: Block, height: int, width: int) -> str:
 class FourBits(Values):
     """FP4 numbers, two in a byte, with a scale for each group of inputs.
 
-    `numbers` uint8 `[..., N, K / 2]`, or `[..., N, G, K / G / 2]`; the lower bits come first.
-    `scales` `[..., N, G]`: bytes are exponents, else floats, which are divided by `whole`, or
-    where it `is_factor` multiplied. `transposed`: its last two dims change places.
+    `numbers`: uint8 `[..., N, K / 2]`, or `[..., N, G, K / G / 2]`; the lower bits come first.
+    `scales`: `[..., N, G]`; bytes are exponents, other types are floats.
+    `whole`: a number by which scales are divided or, if `is_factor`, multiplied.
+    `transposed`: swap the last two dims of the result.
     """
 
     dtype = torch.float32
-    bits = 8  # four would round them again, by a scale of more inputs
+    bits = 8  # 4 bits would round them again, with larger groups
 
     def __init__(
         self,
@@ -158,7 +164,8 @@ class FourBits(Values):
 
     @property
     def form(self) -> Form | None:
-        """Of exponents alone, or of E4M3 and one factor."""
+        """The stored form: E2M1 with exponents only, or NVFP4 with E4M3 scales and one factor; None
+        for any other scales, or if kernels have no such group size."""
         if self._scales.dtype == torch.uint8 and self._whole is None:
             codes = E2M1
         elif self._scales.stored.dtype == FLOAT8 and self._whole is not None:
@@ -169,7 +176,7 @@ class FourBits(Values):
 
     def open_coded(self) -> CodedRows:
         numbers, scales = self._numbers.open(), self._scales.read().view(torch.uint8)
-        read_finite(self._scales)  # that none is a NaN
+        read_finite(self._scales)  # raises ModelError for a NaN
         whole = self._read_whole()
         factor = whole if whole is None or self._is_factor else 1 / whole
 
@@ -183,7 +190,8 @@ class FourBits(Values):
         return rows
 
     def _read_whole(self) -> torch.Tensor | None:
-        """`[1]`. ModelError where it is not finite, or would be divided by as 0."""
+        """The number for all scales, `[1]`. ModelError if it, or its inverse if used, is not
+        finite."""
         if self._whole is None:
             return None
         whole = read_finite(self._whole).reshape(1)

@@ -1,6 +1,6 @@
-"""FP8 (E4M3) weights with scales of blocks (DeepSeek, Qwen3), of rows (FBGEMM), or one.
+"""Read FP8 (E4M3) weights with scales of blocks (DeepSeek, Qwen3) or rows (FBGEMM), or one scale.
 
-A weight `X` has its scales in `X_scale_inv` or `X_scale`, which it is multiplied by.
+Weight `X` is multiplied by its scales, which are in `X_scale_inv` or `X_scale`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Weights of a GGUF file by the names of a model's parameters.
+"""Read weights of a GGUF file by the names of a model's parameters.
 
-The gguf package decodes its blocks, and transformers says which tensors are a parameter, and how
+The gguf package decodes the blocks. transformers knows which tensors make a parameter, and how
 llama.cpp changed them (it permutes queries and keys of Llama).
 """
 
@@ -30,9 +30,10 @@ if TYPE_CHECKING:
 
 
 def weights(model: PreTrainedModel, config: Config) -> tuple[dict[str, Values], str]:
-    """Values of parameters, and the types of blocks that they are stored in.
+    """Values by the parameters' names, and text for the types of blocks in the file.
 
-    UnsupportedError for a tensor that the model has no use for: it would compute something else.
+    UnsupportedError if the model has no parameter for a tensor: then it would compute something
+    else than the file's model.
     """
     from transformers import modeling_gguf_pytorch_utils as reading
 
@@ -44,7 +45,7 @@ def weights(model: PreTrainedModel, config: Config) -> tuple[dict[str, Values], 
     state = model.state_dict(keep_vars=True)
     sources: dict[str, list[ReaderTensor]] = {}
     for tensor in reader.tensors:
-        stem = tensor.name.removesuffix(".weight")  # experts are a parameter, not a module's
+        stem = tensor.name.removesuffix(".weight")  # the map has experts without ".weight"
         name = names.get(tensor.name, names.get(stem))
         if name is not None:
             sources.setdefault(name, []).append(tensor)
@@ -75,7 +76,10 @@ def _values(
 
 
 class Blocks(Converted):
-    """A matrix `[N, K]` of blocks that a kernel takes as they are. `order`: where its rows are."""
+    """A matrix `[N, K]` in blocks that a kernel supports as stored.
+
+    `order`: index in the tensor of each row of the matrix.
+    """
 
     def __init__(
         self,
@@ -94,7 +98,11 @@ class Blocks(Converted):
         return GGUF_BLOCKS[self._tensor.tensor_type.name]
 
     def open_coded(self) -> CodedRows:
-        """A float16 and 32 int8; or 16 bytes of the first (low) and the last 16, 8 added."""
+        """A function that reads stored rows.
+
+        A block is a float16 scale and 32 int8, or 16 bytes with 4-bit numbers plus 8: the first 16
+        numbers are in the low bits, the last 16 in the high bits.
+        """
 
         form = self.form
 
@@ -122,7 +130,8 @@ class Blocks(Converted):
 def _order_of_rows(
     name: str, tensor: ReaderTensor, processor: TensorProcessor, count: int
 ) -> Array | None:
-    """Which of a tensor's rows each row of the parameter is; None where more than that differs."""
+    """Index of the tensor's row for each row of the parameter; None if transformers changes more
+    than the order of rows."""
     probe = np.stack([np.arange(count), np.full(count, 0.5)], 1).astype(np.float32)
     made = processor.process(
         weights=probe.copy(),
@@ -143,7 +152,8 @@ def _decode(
     processor: TensorProcessor,
     shape: tuple[int, ...],
 ) -> torch.Tensor:
-    """A parameter of one tensor, or of two that the processor joins: gate and up of experts."""
+    """Decode a parameter from one tensor, or from two that the processor joins: gate and up of
+    experts. ModelError if the result has another shape."""
     from gguf import dequantize
 
     own = {tensor.name.removesuffix(".weight"): name for tensor in tensors}

@@ -1,14 +1,14 @@
-"""GPTQ: integers of 2, 4 or 8 bits with a scale and a zero point for each group of inputs.
+"""Read GPTQ: integers of 2, 4 or 8 bits with a scale and a zero point for each group of inputs.
 
 The layout of AutoGPTQ and GPTQModel, for a weight of N outputs and K inputs in G groups:
 
     qweight  int32 [K * bits / 32, N]   consecutive inputs in a word, the lowest bits first
-    qzeros   int32 [G, N * bits / 32]   words of zero points less a word of ones
-                                        (`checkpoint_format` "gptq"), or themselves ("gptq_v2")
+    qzeros   int32 [G, N * bits / 32]   words of zero points minus one (`checkpoint_format` "gptq"),
+                                        or of zero points ("gptq_v2")
     scales   float [G, N]
     g_idx    int32 [K]                  the group of each input; with act-order in any order
 
-Some layers may have other bits, and groups of another size, than the rest: `dynamic` says so.
+Some layers may have other bits or another group size than the rest; `dynamic` says so.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from kvgraph.compiler.values import Plain, Rows, Values
 
 BITS = (2, 4, 8)
 LESS = {"gptq": 1, "gptq_v2": 0}
-"""checkpoint_format -> what a stored zero point is short of."""
+"""`checkpoint_format` -> number to add to each stored zero point."""
 
 
 def weights(parts: Parts, config: Config) -> dict[str, Values]:
@@ -51,7 +51,7 @@ def weights(parts: Parts, config: Config) -> dict[str, Values]:
 
 
 def _weight(parts: Parts, stem: str, usual: int, less: int) -> _Grouped:
-    """Of `usual` bits, or of those that its zero points show."""
+    """One weight, of `usual` bits or, if its zero points have another width, of their bits."""
     packed = parts.take(f"{stem}.qweight", stem)
     zeros, scales = (parts.take(f"{stem}.{n}", packed.stored.name) for n in ("qzeros", "scales"))
     for part in (packed, zeros):
@@ -89,7 +89,8 @@ class _Grouped(Integers):
         self._stored_bits, self._half, self._less = bits, 1 << (bits - 1), less
 
     def has_uneven_groups(self, size: object) -> bool:
-        """Whether groups in order are of another size than `size`: the last one is short."""
+        """Whether inputs are in order and groups of `size` do not divide them, so the last group
+        would be shorter."""
         if self._index is not None or not isinstance(size, int) or size <= 0:
             return False
         return size * self._groups != self.shape[1] and self._groups > 1
@@ -107,7 +108,7 @@ class _Grouped(Integers):
 
     def offsets(self) -> torch.Tensor:
         words = self._zeros.read()
-        if self._less:  # of whole words, with their carries: a zero point may be 0
+        if self._less:  # added to whole words, with carries, as it was subtracted from them
             ones = sum(1 << place for place in range(0, 32, self._stored_bits))
             words = (words.long() + ones).to(torch.int32)
         return self._half - unpack(words, self._stored_bits)[:, : self.shape[0]].T

@@ -1,4 +1,4 @@
-"""Whole numbers with a scale, and perhaps an offset, for each row and group of inputs."""
+"""Weights of integers with a scale, and perhaps an offset, for each row and group of inputs."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ NIBBLE_BITS = 4
 
 
 class Integers(Values):
-    """`(number + offset) * scale` of N outputs and K inputs.
+    """A weight `[N, K]` of values `(number + offset) * scale`.
 
-    Numbers are centred: -2 ** (bits - 1) and up. `groups`: of a row. `index`: the group of each
-    input, where they are not in order.
+    Numbers are centred: they start at -2 ** (bits - 1).
+    `groups`: number of groups of a row. `index`: the group of each input, if not in order.
     """
 
     dtype = torch.float32
@@ -33,15 +33,15 @@ class Integers(Values):
 
     @abstractmethod
     def open_numbers(self) -> Rows:
-        """What reads rows `[n, K]` of numbers."""
+        """A function that reads rows of numbers, `[n, K]`."""
 
     @abstractmethod
     def scales(self) -> torch.Tensor:
-        """`[N, groups]` in float32. ModelError where one is not finite."""
+        """The scales `[N, groups]` in float32. ModelError if one is not finite."""
 
     @abstractmethod
     def offsets(self) -> torch.Tensor | None:
-        """`[N, groups]` of whole numbers."""
+        """The offsets `[N, groups]`, as integers; None: there are none."""
 
     def open(self) -> Rows:
         numbers, scales, offsets = self.open_numbers(), self.scales(), self.offsets()
@@ -57,7 +57,8 @@ class Integers(Values):
 
     @cached_property
     def form(self) -> Form | None:
-        """Groups in order, of a size that kernels have; those of 8 bits have no offsets."""
+        """The stored form; None unless groups are in order and kernels have their size. With 8 bits
+        there must be no offsets."""
         inputs = self.shape[1]
         each = inputs // max(1, self._groups)
         in_order = group_of_inputs(None, inputs, self._groups)

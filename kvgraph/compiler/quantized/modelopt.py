@@ -1,13 +1,15 @@
-"""NVIDIA Model Optimizer: what each weight of N outputs and K inputs is is seen from its tensors.
+"""Read NVIDIA Model Optimizer's checkpoints; a weight's form is found from its tensors.
+
+For a weight of N outputs and K inputs:
 
     NVFP4   weight uint8 [N, K / 2], two numbers in a byte, the lower bits first; weight_scale
-            float8_e4m3fn [N, K / 16], times weight_scale_2, which is one
+            float8_e4m3fn [N, K / 16], times weight_scale_2, a single number
     MXFP4   weight as above; weight_scale uint8 [N, K / 32], exponents
     FP8     weight float8_e4m3fn [N, K]; weight_scale: one, of rows [N], or of blocks of 128 x 128,
             [ceil(N / 128), 1, ceil(K / 128), 1]
     MXFP8   weight float8_e4m3fn [N, K]; weight_scale uint8 [N, K / 32], exponents
 
-Scales of activations and of a cache are left, as those of compressed-tensors are.
+Scales of activations and of a cache are ignored, as in compressed_tensors.py.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ REFUSED = {
     ".svdquant_lora_a": "a part of low rank",
     ".svdquant_lora_b": "a part of low rank",
 }
-"""Ends of names of what is more than weights and their scales: AWQ's and SVDQuant's."""
+"""End of a name of a tensor that is not supported (of AWQ or SVDQuant) -> what it is."""
 
 
 def weights(parts: Parts, config: Config) -> dict[str, Values]:

@@ -1,4 +1,4 @@
-"""MXFP4 experts, as gpt-oss has them: FP4 numbers in groups of 32 inputs, scales powers of two.
+"""Read MXFP4 experts as in gpt-oss: FP4 numbers in groups of 32 inputs, scales are powers of two.
 
     X_blocks  uint8 [experts, N, K / 32, 16]   two numbers in a byte, the lower bits first
     X_scales  uint8 [experts, N, K / 32]       exponents with a bias of 127

@@ -1,4 +1,4 @@
-"""Tensors that a quantised weight is stored as."""
+"""Helpers for readers of quantised weights: find, check and unpack the stored tensors."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvgraph.compiler.values import Plain
 from kvgraph.errors import ModelError, UnsupportedError
 
 EXPONENT_BIAS = 127
-"""Of a scale that is an exponent alone (E8M0); the largest byte is a NaN."""
+"""Bias of a scale that is an exponent only (E8M0); the largest byte is a NaN."""
 
 LEFT = tuple(
     f".{name}"
@@ -26,36 +26,37 @@ LEFT = tuple(
         "q_scale",
     )
 )
-"""Ends of names: of activations, which are scaled as they come, and of a cache, which has its own
-dtype."""
+"""Ends of names of tensors that are ignored: scales of activations, which are computed at run time,
+and of a cache, which has its own dtype."""
 
 INSTEAD = "compile the checkpoint that it was made from, with --weights int4 or int8"
 
 
 @dataclass
 class Parts:
-    """The stored tensors of a checkpoint, and which of them are parts of a weight."""
+    """The stored tensors of a checkpoint. `taken`: names of those that were read as parts of a
+    weight."""
 
     folder: Path
     method: str
     stored: Mapping[str, Stored]
     unread: Mapping[str, str] = field(default_factory=dict)
-    """Tensors of dtypes that are not read -> their dtype."""
+    """Name of a tensor with a dtype that cannot be read -> that dtype."""
     taken: set[str] = field(default_factory=set)
     kinds: set[str] = field(default_factory=set)
-    """How weights are stored, as words for a user."""
+    """Texts that tell the user how weights are stored."""
 
     @property
     def said(self) -> str:
         return ", ".join([self.method, *sorted(self.kinds)])
 
     def stems(self, suffix: str) -> Iterator[str]:
-        """What stands before `suffix` in names of tensors, in order."""
+        """Names of tensors that end with `suffix`, without it, in order."""
         names = (name for name in sorted(self.stored) if name.endswith(suffix))
         return (name.removesuffix(suffix) for name in names)
 
     def find(self, name: str) -> Plain | None:
-        """A part, if it is there."""
+        """The tensor `name`, marked as taken; None if it is not stored."""
         if name not in self.stored:
             return None
         self.taken.add(name)
@@ -73,7 +74,10 @@ class Parts:
         return found
 
     def find_index(self, name: str, inputs: int, count: int) -> Plain | None:
-        """The group of each of the inputs, `count` groups in all, if it is there and filled."""
+        """The tensor `name` with the group of each input; None if it is missing or a placeholder.
+
+        `count`: number of groups.
+        """
         found = self.find(name)
         if found is None:
             return None
@@ -82,7 +86,7 @@ class Parts:
         return found if _is_filled(found.read(), count) else None
 
     def require_shape(self, part: Plain, *shapes: Sequence[int]) -> None:
-        """ModelError unless it has one of `shapes`."""
+        """Raise ModelError unless `part` has one of `shapes`."""
         if part.shape not in [tuple(shape) for shape in shapes]:
             wanted = " or ".join(str(list(shape)) for shape in dict.fromkeys(map(tuple, shapes)))
             raise ModelError(
@@ -91,7 +95,7 @@ class Parts:
             )
 
     def require_dtype(self, part: Plain, *dtypes: torch.dtype) -> None:
-        """UnsupportedError unless it is stored in one of `dtypes`."""
+        """Raise UnsupportedError unless `part` is stored in one of `dtypes`."""
         if part.dtype not in dtypes:
             wanted = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
             raise self.refuse(part.stored.name, wanted, part.stored.dtype)
@@ -99,8 +103,10 @@ class Parts:
     def require_even_groups(
         self, scales: Plain, inputs: int, count: int, sizes: Collection[int]
     ) -> None:
-        """ModelError unless `count` groups of a row are equal, and of one of `sizes` where there
-        are any: a last group that is shorter would shift the others."""
+        """Raise ModelError unless `count` equal groups divide the inputs of a row.
+
+        `sizes`: allowed group sizes; empty: any. A shorter last group would shift the others.
+        """
         if count <= 1 or (inputs % count == 0 and (not sizes or inputs // count in sizes)):
             return
         of = " or ".join(map(str, sorted(sizes)))
@@ -110,7 +116,7 @@ class Parts:
         )
 
     def require_matrix(self, part: Plain) -> tuple[int, int]:
-        """Its shape. UnsupportedError for another number of dims."""
+        """The shape of `part`. UnsupportedError unless it has two dims."""
         if len(part.shape) != 2:
             raise self.refuse(part.stored.name, "a matrix", list(part.shape))
         return part.shape[0], part.shape[1]
@@ -122,8 +128,10 @@ class Parts:
 
 
 def read_finite(part: Plain) -> torch.Tensor:
-    """Scales in float32; bytes are exponents (E8M0). ModelError where one is not finite, or they
-    are whole numbers."""
+    """Read scales in float32; bytes are exponents (E8M0).
+
+    ModelError: a scale is not finite, or scales are integers of another type.
+    """
     stored = part.read()
     if stored.dtype != torch.uint8 and not stored.dtype.is_floating_point:
         raise ModelError(
@@ -146,9 +154,9 @@ def require_finite(part: Plain, scales: torch.Tensor) -> torch.Tensor:
 
 
 def group_of_inputs(index: Plain | None, inputs: int, count: int) -> torch.Tensor:
-    """The group of each input: in order, or as `index` says.
+    """The group of each input, `[inputs]`: from `index`, or in order if it is None.
 
-    ModelError for a group that is not there.
+    ModelError for a group number outside 0 to `count` - 1.
     """
     if index is None:
         return torch.arange(inputs) // max(1, inputs // count)
@@ -162,12 +170,13 @@ def group_of_inputs(index: Plain | None, inputs: int, count: int) -> torch.Tenso
 
 
 def _is_filled(index: torch.Tensor, count: int) -> bool:
-    """Whether it says anything: -1 alone does not, nor 0 alone where there are several groups."""
+    """Whether `index` was filled in: not if all are -1, or all are 0 with several groups."""
     return not ((index == -1).all() or (count > 1 and (index == 0).all()))
 
 
 def unpack(words: torch.Tensor, bits: int) -> torch.Tensor:
-    """`[..., n]` int32 words -> `[..., n * 32 / bits]` numbers of 0 up, the lowest bits first."""
+    """Unpack int32 words `[..., n]` to numbers `[..., n * 32 / bits]` from 0 up, the lowest bits
+    first."""
     shifts = torch.arange(0, 32, bits, dtype=torch.int32)
     found = (words.unsqueeze(-1) >> shifts) & ((1 << bits) - 1)
     return found.flatten(-2)

@@ -1,4 +1,4 @@
-"""One file per backend: an exported model -> files in the artifact's folder."""
+"""One module per backend, which writes an exported model as files into the artifact's folder."""
 
 from __future__ import annotations
 
@@ -14,17 +14,18 @@ from kvgraph.contract.mixtures import Mixture
 WEIGHTS_NAME = "weights.safetensors"
 
 BUILD_LOG_NAME = "build.json"
-"""How long the parts of this build took: never the same twice, so it is not hashed."""
+"""Name of the file with durations of a build. It differs each time, so it is not hashed."""
 
 
 def write_build_log(folder: Path, log: Mapping[str, object]) -> None:
-    """Write `build.json`: seconds by what took them."""
+    """Write `build.json` into `folder`: seconds of each part of the build."""
     (folder / BUILD_LOG_NAME).write_text(json.dumps(log, indent=1) + "\n")
 
 
 @dataclass
 class Lowered:
-    """What a backend wrote: op counts of its graph, pass reports, and what is not reproducible."""
+    """The result of a backend: op counts of its graph, pass reports, notes, and files that differ
+    from build to build."""
 
     ops: dict[str, int]
     passes: list[PassReport]

@@ -1,8 +1,8 @@
-"""A program -> the same in core ATen, the operators that the ONNX exporter has translations for.
+"""Convert a program to core ATen, the operators for which the ONNX exporter has translations.
 
-Decision: torch's own decomposition traces the whole program once more, which is a quarter of a
-compile. Most models need it for a few operators that are one or two of core ATen, so those are
-rewritten where they stand. A program with any other one is decomposed by torch.
+Decision: torch's own decomposition traces the whole program once more, which takes a quarter of a
+compile. Most models need it for a few operators that equal one or two core ATen operators, so these
+are rewritten in place. A program with any other operator is decomposed by torch.
 """
 
 from __future__ import annotations
@@ -36,14 +36,18 @@ from kvgraph.compiler.passes.writes import (
 aten = torch.ops.aten
 
 KEPT_WHOLE = ("aten::rms_norm", "aten::silu", "aten::squeeze", "aten::sym_size")
-"""Not decomposed: ONNX Runtime has the first two as single nodes, and torch's exporter has no
-translation for what core ATen makes of the third. The last is a dynamic extent."""
+"""Operators that are not decomposed. ONNX Runtime has the first two as single nodes. torch's
+exporter has no translation for the decomposition of the third. The last is a dynamic extent."""
 NOT_TRANSLATED = (aten.var.correction,)
-"""Core ATen for which torch's exporter has no translation: it would decompose all once more."""
+"""Core ATen operators without a translation in torch's exporter, which would decompose the whole
+program once more for them."""
 
 
 def to_core_aten(program: ExportedProgram) -> ExportedProgram:
-    """`program`, changed in place, or another one made of it; its outputs are its graph's."""
+    """An equivalent program in core ATen: `program`, changed in place, or a new one.
+
+    The result's signature names the outputs that its graph returns.
+    """
     with lowering():
         expand_copies(program.graph)
         is_done = _rewrite(program, _decomposed())
@@ -56,19 +60,20 @@ def to_core_aten(program: ExportedProgram) -> ExportedProgram:
 
 
 def _rules() -> dict[OpOverload, Callable[..., object]]:
-    """torch's own, of each operator that it decomposes."""
+    """torch's own decomposition of each operator that is to be decomposed."""
     whole = torch.export.default_decompositions().items()
     return {op: rule for op, rule in whole if not _is_kept(op)} | get_decompositions(NOT_TRANSLATED)
 
 
 @cache
 def _decomposed() -> Set[OpOverload]:
-    """Operators that have a rule, but for composite ones that are registered later."""
+    """Operators that have a decomposition; composite operators that are registered later are not
+    among them."""
     return frozenset(_rules())
 
 
 def _rewrite(program: ExportedProgram, decomposed: Set[OpOverload]) -> bool:
-    """Rewrite what can be. Whether nothing is left to decompose, and every value is known."""
+    """Rewrite operators of REWRITES and ELSEWHERE. Return whether nothing is left to decompose."""
     calls = [node for node in program.graph.nodes if node.op == "call_function"]
     is_done, is_plain = True, writes_are_plain(calls)
     given = set(program.graph_signature.user_inputs)
@@ -85,14 +90,17 @@ def _rewrite(program: ExportedProgram, decomposed: Set[OpOverload]) -> bool:
                 continue
             node.replace_all_uses_with(made)
             program.graph.erase_node(node)
-        elif "val" not in node.meta:  # a pass made it
+        elif "val" not in node.meta:  # some passes add nodes without a value
             node.meta["val"] = computed(node)
     return is_done
 
 
 def _write_elsewhere(call: Node, given: Collection[object]) -> bool:
-    """Compute what an operator of ELSEWHERE writes in place as a new value, which all that follows
-    reads. Whether it could be: not in a buffer, nor in a part of what is `given`."""
+    """Replace an in-place operator of ELSEWHERE by a new value, which later nodes read.
+
+    Return False if that is not possible: it writes into a buffer, or into a part of an input
+    (`given`).
+    """
     op = ELSEWHERE.get(call.target)
     if op is None:
         return False
@@ -104,7 +112,7 @@ def _write_elsewhere(call: Node, given: Collection[object]) -> bool:
 
 
 def _without_mutation(program: ExportedProgram) -> ExportedProgram:
-    """Drop the outputs that stand for mutated inputs: each buffer is an output of its own."""
+    """Remove outputs that torch adds for mutated inputs; buffers are user outputs already."""
     specs = program.graph_signature.output_specs
     output = program.graph.output_node()
     results = output.args[0]
@@ -121,7 +129,7 @@ def _is_kept(op: OpOverload) -> bool:
 
 
 def _is_composite(op: object) -> bool:
-    """Whether torch decomposes it without a rule."""
+    """Whether torch decomposes `op` without a registered decomposition."""
     return isinstance(op, OpOverload) and not _is_kept(op) and is_composite(op)
 
 
@@ -130,8 +138,11 @@ def _has_own_graph(call: Node) -> bool:
 
 
 def _before(call: Node, op: Callable[..., object], *args: Argument, **named: Argument) -> Node:
-    """A node right before `call`, with its value: among the call's fakes, as one without operands
-    would be computed in earnest, and its extents become numbers."""
+    """Add a node right before `call`, with its fake value.
+
+    It is computed in the call's fake mode, because an operator without operands would otherwise
+    make a real tensor with constant extents.
+    """
     among = detect_fake_mode(call.meta.get("val")) or nullcontext()
     with among, call.graph.inserting_before(call):
         made = add_call(call.graph, op, *args, **named)
@@ -139,7 +150,7 @@ def _before(call: Node, op: Callable[..., object], *args: Argument, **named: Arg
     return made
 
 
-# Each makes core ATen right before a call, and returns the result; None: only torch can.
+# Each adds core ATen nodes right before a call and returns the result; None: leave it to torch.
 
 
 def _linear(call: Node, x: Node, weight: Node, bias: Node | None = None) -> Node | None:
@@ -164,8 +175,8 @@ def _product(call: Node, rows: Callable[[], Node], weight: Node, bias: Node | No
 
 
 def _extent(call: Node, extent: object) -> Node | int | None:
-    """An extent that `call` may have as an argument: a number, or a node that reads it of an
-    input; None where no input has it."""
+    """An extent as an argument for `call`: a number, or a node that reads it from an input; None if
+    no input has it."""
     if isinstance(extent, int):
         return extent
     assert isinstance(extent, torch.SymInt)

@@ -1,10 +1,10 @@
-"""Target cuda: a weightless exported program, weights by name, and cubins for each architecture.
+"""Target cuda: write an exported program without weights, weights by name, and cubins.
 
-Decisions: the program is saved as a CPU graph without weights and retargeted where it is loaded,
-so it needs no GPU to make and none to open; cubins come from Triton, which needs no driver and no
-CUDA toolkit. A kernel's file is named after its Variant, which a runtime makes again from the
-operands of a call (`kernels/variants.py`), without Triton. Everything is reproducible byte for byte
-but the log of compile times: the graph's nodes lose what names this machine's folders.
+Decisions: the program is saved as a CPU graph without weights, and moved to the GPU when it is
+loaded, so no GPU is needed to make or open it. Cubins come from Triton, which needs no driver and
+no CUDA toolkit. A kernel's file is named after its Variant, which the runtime computes from the
+operands of a call (`kernels/variants.py`), without Triton. All files except the log of compile
+times are reproducible byte for byte: metadata with paths of this machine is removed from the graph.
 """
 
 from __future__ import annotations
@@ -56,11 +56,11 @@ from kvgraph.ops.torch_nodes import Call
 
 KERNELS_NAME = "kernels.json"
 LOCAL_META = ("stack_trace", "nn_module_stack", "source_fn_stack", "torch_fn", "from_node")
-"""What torch.export notes of the machine and the sources that a node came from."""
+"""Metadata of nodes in which torch.export records paths and sources of this machine."""
 
 
 def require_kernels(plan: CachePlan, archs: Sequence[str]) -> None:
-    """UnsupportedError for a cache that no kernel supports, before the model is traced."""
+    """Raise UnsupportedError if no kernel supports the cache; runs before the model is traced."""
     for leaf in plan.params.leaves.values():
         shape = CacheShape.of(leaf, leaf.dtype)
         shape.check()
@@ -78,8 +78,8 @@ def lower(
 ) -> Lowered:
     """Write `model.pt2`, `weights.safetensors` and `kernels/{arch}/` into `folder`.
 
-    `weight_bits`: linear layers and experts over small weights (8, 4 or AS_STORED); None: as the
-    model has them.
+    `weight_bits`: bits of weights of linear layers and experts (8, 4 or AS_STORED); None: they keep
+    the model's dtype.
     """
     traced.bits, traced.weights.plain = weight_bits, traced.model.dtype
     rewrite(traced)
@@ -103,14 +103,14 @@ def lower(
 
 
 def rewrite(traced: Traced) -> None:
-    """The passes of this target over a program, with the bits that it says."""
+    """Run this target's passes over a trace, with `traced.bits`."""
     run_passes(traced, PASSES["cuda", "torch"].program)
 
 
 def compile_kernels(
     attention: Sequence[AttentionShape], archs: Sequence[str], progress: Callable[[str], None]
 ) -> dict[AttentionShape, dict[str, list[Compiled]]]:
-    """By distinct shape, in its order, and by architecture: what an attention launches."""
+    """Compile the kernels that attention launches: by distinct shape in order, by architecture."""
     made: dict[AttentionShape, dict[str, list[Compiled]]] = {shape: {} for shape in attention}
     for arch in archs:
         progress(f"compiling kernels for {arch}")
@@ -120,7 +120,7 @@ def compile_kernels(
 
 
 def attention_of_nodes(traced: Traced) -> list[AttentionShape]:
-    """The constants of each update_and_attend of the program, in the order of its layers."""
+    """The shape (compile-time constants) of each update_and_attend, in the program's order."""
     leaf_of = buffer_leaves(traced.program, traced.signature)
     shapes = []
     for node in traced.program.graph.nodes:
@@ -132,7 +132,7 @@ def attention_of_nodes(traced: Traced) -> list[AttentionShape]:
 
 
 def fusion_variants(program: ExportedProgram) -> list[Variant]:
-    """Kernels of the program's norms, gates and routers, and of the steps between its runs."""
+    """Kernels for the program's norms, gates and routers, and the one that runs between steps."""
     variants = []
     for node in program.graph.nodes:
         if node.target is torch_fusions.rms_norm.default:
@@ -150,7 +150,7 @@ def fusion_variants(program: ExportedProgram) -> list[Variant]:
 
 
 def product_variants(program: ExportedProgram, arch: str) -> list[Variant]:
-    """Kernels of the program's experts and of its linear layers over small weights."""
+    """Kernels for the program's experts and for its linear layers with quantised weights."""
     found: dict[Variant, None] = {}
     for node in program.graph.nodes:
         if node.target is torch_fusions.fused_experts.default:
@@ -168,7 +168,8 @@ def save_program(traced: Traced, folder: Path, progress: Callable[[str], None]) 
     """Write `weights.safetensors`, and `model.pt2` with fake parameters: names, shapes and dtypes,
     no values.
 
-    Largest first: torch.export takes fake tensors of a dtype for views of the first one's memory.
+    The largest parameter comes first, because torch.export takes fake tensors of a dtype for views
+    of the first one's memory.
     """
     program = traced.program
     if traced.model.checkpoint is not None:
@@ -191,10 +192,9 @@ def _forget_sources(graph: Graph) -> None:
 
 
 def save_kernels(made: Sequence[Compiled], arch: str, folder: Path) -> dict[str, float]:
-    """A cubin and the PTX of each kernel, and `kernels.json`: what a launcher needs of each, and
-    its resources.
+    """Write each kernel's cubin and PTX, and `kernels.json` with launch metadata and resources.
 
-    Returns seconds of compiling by file: they are not part of what is reproducible.
+    Return compile seconds by file; they differ between builds, so they are logged elsewhere.
     """
     kernels = folder / "kernels" / arch
     kernels.mkdir(parents=True)

@@ -1,7 +1,7 @@
-"""Backend `onnx`: a functional ONNX graph over `weights.safetensors`, for ONNX Runtime.
+"""Backend `onnx`: write a functional ONNX graph over `weights.safetensors`, for ONNX Runtime.
 
-Decisions: opset 23 and IR 10, the newest that ONNX Runtime 1.23 to 1.31 all take (its own
-converter defaults to versions that they refuse). Weights are external data by offset into the one
+Decisions: opset 23 and IR 10 are the newest that ONNX Runtime 1.23 to 1.31 all support; package
+onnx defaults to newer ones, which they refuse. Weights are external data by offset into the one
 safetensors file. Metadata that the exporter leaves in nodes (stack traces with paths) is removed,
 so that equal models give equal bytes.
 """
@@ -39,9 +39,9 @@ from kvgraph.ops.onnx_ops import translation_table
 OPSET, IR_VERSION = 23, 10
 MODEL_NAME = "model.onnx"
 INLINE_BYTES = 1024
-"""Initializers up to this size stay in the graph: shapes, axes, small tables."""
+"""Most bytes of an initializer that stays in the graph: shapes, axes, small tables."""
 INLINE_BYTES_OF_RANKS = 64
-"""The same where ranks share a graph: shapes and axes, and nothing that differs between them."""
+"""Most bytes of an initializer in a graph that ranks share: shapes and axes, which are equal."""
 
 
 def lower(
@@ -52,10 +52,8 @@ def lower(
 ) -> Lowered:
     """Write `model.onnx` and `weights.safetensors` into `folder`.
 
-    UnsupportedError: ONNX's checker refuses what torch's exporter made of the model.
-
-    `weight_bits`: linear layers over packed weights (16, 8, 4 or AS_STORED); None: as the model has
-    them.
+    `weight_bits`: bits of packed weights (16, 8, 4 or AS_STORED); None: the model's dtype.
+    UnsupportedError: ONNX's checker refuses the graph that torch's exporter made.
     """
     traced.bits = weight_bits
     lowered, _ = write(traced, folder, PASSES["cpu", "onnx"])
@@ -66,7 +64,7 @@ def lower(
 def write(traced: Traced, folder: Path, passes: PassList) -> tuple[Lowered, ir.Model]:
     """Run `passes`, then write `model.onnx` and `weights.safetensors`.
 
-    Returns the graph too, as it was written.
+    Return the graph too, as it was written.
     """
     run_passes(traced, passes.program)
     onnx_model = _translate(_core_aten(traced), traced.signature, traced.weights)
@@ -88,7 +86,7 @@ def write(traced: Traced, folder: Path, passes: PassList) -> tuple[Lowered, ir.M
 
 
 def _core_aten(traced: Traced) -> ExportedProgram:
-    """UnsupportedError for a program that torch's own rules do not fit."""
+    """The program in core ATen. UnsupportedError if torch's decompositions fail on it."""
     try:
         return to_core_aten(traced.program)
     except KVGraphError:
@@ -106,14 +104,14 @@ def _translate(program: ExportedProgram, signature: GraphSignature, weights: Wei
     try:
         with _decomposed(program):
             translated = _to_onnx(program, signature)
-    except torch.onnx.OnnxExporterError:  # core ATen has operators that the exporter decomposes
+    except torch.onnx.OnnxExporterError:  # the exporter must decompose some core ATen operators
         translated = _to_onnx(program, signature)
     for name, value in translated.model.graph.initializers.items():
         if weights.has(name):
             value.const_value = _later(value, weights)
     try:
         translated.optimize()
-    except ir.passes.PassError as error:  # a weight that it looked at is damaged
+    except ir.passes.PassError as error:  # a weight that the optimiser read may be damaged
         cause: BaseException | None = error
         while cause is not None and not isinstance(cause, KVGraphError):
             cause = cause.__cause__
@@ -127,8 +125,8 @@ def _translate(program: ExportedProgram, signature: GraphSignature, weights: Wei
 
 @contextlib.contextmanager
 def _decomposed(program: ExportedProgram) -> Iterator[None]:
-    """The exporter takes the program as it is: its own decomposition traces all of it once more,
-    which is a quarter of a compile."""
+    """Make the exporter take the program as it is. Its own decomposition would trace the whole
+    program once more, which takes a quarter of a compile."""
     program.run_decompositions = lambda table: program
     try:
         yield
@@ -137,7 +135,7 @@ def _decomposed(program: ExportedProgram) -> Iterator[None]:
 
 
 def _later(value: ir.Value, weights: Weights) -> ir.LazyTensor:
-    """A weight that is read, or made, only for a pass that looks at its numbers."""
+    """A lazy weight: it is read, or made, only if a pass reads its numbers."""
     tensor, name = value.const_value, value.name
     assert tensor is not None
     assert name is not None
@@ -150,11 +148,11 @@ def _later(value: ir.Value, weights: Weights) -> ir.LazyTensor:
 
 
 def _to_onnx(program: ExportedProgram, signature: GraphSignature) -> torch.onnx.ONNXProgram:
-    with lowering(), quiet_loggers("torch.onnx"):  # packages that it does not need
+    with lowering(), quiet_loggers("torch.onnx"):  # it reports optional packages as missing
         onnx_program = torch.onnx.export(
             program,
             dynamo=True,
-            optimize=False,  # once weights are known by name
+            optimize=False,  # `_translate` does it, once weights are lazy
             opset_version=OPSET,
             verbose=False,
             custom_translation_table=translation_table(),
@@ -166,7 +164,7 @@ def _to_onnx(program: ExportedProgram, signature: GraphSignature) -> torch.onnx.
 
 
 def _name_dims(model: ir.Model, signature: GraphSignature) -> None:
-    """Give every dim of the graph its name from the signature instead of torch's symbol."""
+    """Replace torch's symbols in shapes of the graph by the signature's names of dims."""
     names: dict[str, str] = {}
     for value, symbol in zip(model.graph.inputs, signature.inputs, strict=True):
         assert value.shape is not None
@@ -186,7 +184,7 @@ def _name_dims(model: ir.Model, signature: GraphSignature) -> None:
 
 
 def _name_weights(model: ir.Model, program: ExportedProgram) -> None:
-    """Name an initializer that the exporter transposed ahead of time after its parameter."""
+    """Give initializers that the exporter transposed ahead of time their parameters' names."""
     parameters = program.graph_signature.inputs_to_parameters
     for node in program.graph.nodes:
         source = node.args[0] if node.args else None
@@ -218,13 +216,15 @@ def _is_idle(value: ir.Value) -> bool:
 
 
 def _rank_names(program: ExportedProgram) -> frozenset[str]:
-    """Weights, whose values may differ from rank to rank: ranks share a graph without them."""
+    """Names of parameters and buffers. Their values may differ between ranks, and ranks share
+    the graph, so they must not be in it."""
     signature = program.graph_signature
     return frozenset([*signature.parameters, *signature.buffers])
 
 
 def _save(model: ir.Model, folder: Path, weights: Weights, most: int, own: Set[str]) -> None:
-    """Initializers of up to `most` bytes stay in the graph, but for those named in `own`."""
+    """Write the graph and its weights. Initializers of up to `most` bytes stay in the graph, except
+    those named in `own`."""
     large = {
         name: value
         for name, value in sorted(model.graph.initializers.items())
@@ -249,7 +249,7 @@ def _save(model: ir.Model, folder: Path, weights: Weights, most: int, own: Set[s
 
 
 def require_valid(folder: Path) -> None:
-    """UnsupportedError for a graph that ONNX's checker refuses: types, shapes and operators."""
+    """Raise UnsupportedError if ONNX's checker refuses the graph: types, shapes or operators."""
     try:
         onnx.checker.check_model(str(folder / MODEL_NAME), full_check=True)
     except (onnx.checker.ValidationError, onnx.shape_inference.InferenceError) as error:
@@ -260,7 +260,8 @@ def require_valid(folder: Path) -> None:
 
 
 def _tensor(value: ir.Value, weights: Weights) -> torch.Tensor:
-    """An initializer; of one that is written later, its shape and dtype."""
+    """An initializer as a tensor; if `weights` provides it later, a meta tensor of its shape and
+    dtype."""
     tensor = value.const_value
     assert tensor is not None
     if isinstance(tensor, ir.LazyTensor) and weights.has(str(value.name)):

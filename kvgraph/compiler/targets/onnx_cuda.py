@@ -1,11 +1,11 @@
-"""Backend `onnx` for CUDA: the functional ONNX graph, whose cache ops carry their kernels.
+"""Backend `onnx` for CUDA: write a functional ONNX graph with kernels in the nodes of cache ops.
 
-Decisions: kernels travel as attributes of the graph's nodes (`kernels` and `images`, tensors of
-bytes, since ONNX's strings are text), which are the fields of TensorRT's plugins. So model.onnx
-says all that a step does: to run it takes nothing else but the weights and the library of custom
-ops, and the manifest hashes it as one file. Equal cubins travel once, in the first node. The CPU's
-ops do not read these attributes, so a float32 graph runs there too.
-Activations keep the checkpoint's dtype: ONNX Runtime's CUDA provider has kernels for halves.
+Decisions: kernels are attributes of the graph's nodes (`kernels` and `images`, tensors of bytes,
+because ONNX's strings are text), with the same content as the fields of TensorRT's plugins. So
+model.onnx is complete: it needs only the weights and the library of custom ops to run, and the
+manifest hashes it as one file. Equal cubins are stored once, in the first node that needs them. CPU
+ops do not read these attributes, so a float32 graph also runs on a CPU.
+Activations keep the checkpoint's dtype: ONNX Runtime's CUDA provider has kernels for 16-bit floats.
 """
 
 from __future__ import annotations
@@ -68,8 +68,10 @@ def embed_kernels(
     attention: Sequence[AttentionShape],
     made: dict[AttentionShape, dict[str, list[Compiled]]],
 ) -> None:
-    """Give the cache ops of `graph`, whose constants are `attention` in its order, what was `made`
-    for them."""
+    """Add the compiled kernels `made` to the cache ops of `graph`, as attributes.
+
+    `attention`: the shape of each cache op, in the graph's order.
+    """
     nodes = [node for node in graph.node if node.op_type == UPDATE_AND_ATTEND.name]
     records = {shape: pack_kernels(shape, kernels) for shape, kernels in made.items()}
     images = {

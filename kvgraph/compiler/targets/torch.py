@@ -1,12 +1,12 @@
-"""Backend `torch`: an AOTInductor package whose weights are bound late.
+"""Backend `torch`: write an AOTInductor package with weights that are bound at load time.
 
-Decisions: the kvgraph ops stay calls into the registered ops (in place on the pool; the package
-re-inplaces them), so one package serves every pool size. Weights travel once, by name, in
+Decisions: kvgraph's ops stay calls of the registered ops (in place on the pool; the package
+re-inplaces them), so one package serves every pool size. Weights are stored once, by name, in
 `weights.safetensors`. Inductor's package is not reproducible byte for byte (it holds a compiled
-library); the manifest names it. No autotuned templates: Inductor's C++ GEMM keeps each weight a
-second time, packed, as a constant of the package that no checkpoint names, and with freezing, where
-none can be bound late, autotuning itself took oneDNN's product instead (64 x 512 x 1,024 in
-float32, torch 2.13: 0.15 ms, the template 0.38). What pays is packed once by us, `--weights`.
+library); the manifest lists it. No autotuned templates are used: Inductor's C++ GEMM would keep
+each weight a second time, packed, as a constant of the package that has no name in the checkpoint.
+With freezing, which excludes late binding, autotuning itself chose oneDNN's product (64 x 512 x
+1,024 in float32, torch 2.13: 0.15 ms, the template 0.38). `--weights` packs weights once instead.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ MODEL_NAME = "model.pt2"
 INDUCTOR = {"aot_inductor.package_constants_in_so": False}
 
 PORTABLE_X86 = {"cpp.march": "x86-64-v3", "cpp.simdlen": 256}
-"""Target `cpu` runs on any AVX2 machine, not only on one like the compiler's."""
+"""Inductor settings with which target `cpu` runs on any AVX2 machine, not only on this one."""
 
 
 def lower(
@@ -47,8 +47,8 @@ def lower(
 ) -> Lowered:
     """Write `model.pt2` and `weights.safetensors` into `folder`. Needs a C++ compiler.
 
-    `weight_bits`: linear layers over packed weights (16, 8, 4 or AS_STORED) and embedding tables in
-    bfloat16; None: as the model has them.
+    `weight_bits`: bits of packed weights (16, 8, 4 or AS_STORED), with embedding tables in
+    bfloat16; None: all keep the model's dtype.
     """
     program, traced.bits = traced.program, weight_bits
     run_passes(traced, PASSES["cpu", "torch"].program)
@@ -66,7 +66,7 @@ def lower(
 
 
 def count_ops(program: ExportedProgram) -> dict[str, int]:
-    """How often the program calls each op, torch.export's own assertions left out."""
+    """Number of calls of each op in the program, without torch.export's own assertions."""
     counts = Counter(
         str(node.target).removesuffix(".default")
         for node in program.graph.nodes
@@ -76,8 +76,11 @@ def count_ops(program: ExportedProgram) -> dict[str, int]:
 
 
 def _bind_late(program: ExportedProgram) -> None:
-    """Weights as the file will have them: AOTInductor compiles their strides in, and binds by name
-    what is a parameter or a buffer, not a module's plain tensor."""
+    """Prepare weights to be bound at load time.
+
+    They become row-major as in the file, because AOTInductor compiles strides in. Plain tensors of
+    a module become buffers, because it binds only parameters and buffers by name.
+    """
     dense_in_place(program)
     for spec in program.graph_signature.input_specs:
         if spec.kind is InputKind.CONSTANT_TENSOR:
@@ -99,7 +102,7 @@ def _package(program: ExportedProgram, path: Path) -> None:
 
 
 def _strip(package: Path) -> None:
-    """Drop generated sources and debug sections: they name this machine's folders."""
+    """Remove generated sources and debug sections, which contain paths of this machine."""
     stripped = package.with_suffix(".stripped")
     with zipfile.ZipFile(package) as old, zipfile.ZipFile(stripped, "w") as new:
         for entry in old.infolist():
@@ -113,7 +116,7 @@ def _strip(package: Path) -> None:
 
 
 def _without_debug(library: bytes) -> bytes:
-    """The library without debug sections, where binutils are installed with the compiler."""
+    """The library without debug sections; unchanged if binutils' `strip` is not installed."""
     if shutil.which("strip") is None:
         return library
     with tempfile.TemporaryDirectory() as folder:

@@ -1,8 +1,9 @@
-"""`weights.safetensors` of a program: written from memory, or as values are read and made.
+"""Write a program's `weights.safetensors`, from memory or while values are read and made.
 
-Decision: written here, piece by piece, as safetensors' own writer only takes what is in memory at
-once. Data begins at a multiple of 64 bytes, and tensors whose size is one come first: a file that
-is mapped into memory gives kernels whole cache lines. Within that, by dtype and name.
+Decision: the file is written here piece by piece, because safetensors' own writer needs all tensors
+in memory. Data begins at a multiple of 64 bytes, and tensors with a size that is a multiple of 64
+bytes come first, so kernels get whole cache lines from a file mapped into memory. Within these two
+groups tensors are sorted by dtype and name.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ STORED_DTYPES = {
     getattr(torch, dtype.name): dtype.safetensors
     for dtype in sorted(ALL, key=lambda d: (-d.itemsize, d.kind == "bool", d.safetensors))
 }
-"""In the order in which a file has them."""
+"""torch dtype -> safetensors' name, in the order in which a file has them."""
 
 LINE_BYTES = 64
 
@@ -62,7 +63,7 @@ def _state(program: ExportedProgram) -> dict[str, torch.Tensor]:
 def dense_weights(
     state: Mapping[str, torch.Tensor],
 ) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """Every tensor once, without overlaps; and tied names with their owners."""
+    """Every tensor once, row-major and without shared memory; and tied names -> their owners."""
     tensors: dict[str, torch.Tensor] = {}
     owners: dict[tuple[object, ...], str] = {}
     aliases: dict[str, str] = {}
@@ -74,14 +75,14 @@ def dense_weights(
             continue
         storage = tensor.untyped_storage().data_ptr()
         dense = tensor.detach().contiguous()
-        # Another view of stored memory: the file has no overlaps.
+        # A second view of the same memory is copied, because the file has no overlaps.
         tensors[name] = dense.clone() if storage in storages else dense
         storages.add(storage)
     return tensors, aliases
 
 
 def dense_in_place(program: ExportedProgram) -> None:
-    """The program's weights are row-major, as the file will have them; ties stay ties."""
+    """Make the program's weights row-major, as in the file; tied weights stay tied."""
     dense: dict[tuple[object, ...], torch.Tensor] = {}
     for held in (program.state_dict, program.constants):
         for name, tensor in held.items():
@@ -95,7 +96,7 @@ def dense_in_place(program: ExportedProgram) -> None:
 
 
 def _view(tensor: torch.Tensor) -> tuple[object, ...]:
-    """Equal for tensors that are the same memory read in the same way."""
+    """A key that is equal for tensors that view the same memory in the same way."""
     return (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
 
 
@@ -105,7 +106,7 @@ def write_safetensors(
     metadata: Mapping[str, str],
     weights: Weights,
 ) -> None:
-    """Write `tensors`; of those without storage dtypes and shapes count, and `weights` has them."""
+    """Write `tensors` as a safetensors file. `weights` provides values of fake or meta tensors."""
     ranks = list(STORED_DTYPES)
 
     def nbytes(name: str) -> int:
@@ -146,8 +147,10 @@ def write_safetensors(
 
 @contextmanager
 def one_torch_thread() -> Iterator[None]:
-    """torch's operators run on the thread that calls them: its own threads wait for the next one in
-    a loop, and take the processors from the threads that pack."""
+    """Make torch's operators run on the calling thread only while this context is active.
+
+    torch's own threads wait in a busy loop, and would take processors from the packing threads.
+    """
     count = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

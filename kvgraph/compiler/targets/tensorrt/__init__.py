@@ -1,1 +1,1 @@
-"""TensorRT: the ONNX half of an artifact, and the engine that is built of it."""
+"""TensorRT backends: an artifact's graph or program, its kernels, and the engine built of them."""

@@ -1,10 +1,10 @@
 """The process that builds a TensorRT engine: `python -m` this module, with a file as argument.
 
-A process of its own, since TensorRT's parser aborts where it is not content. The file is a Request
-as JSON; the engine is written, and a Result next to the request; its log goes to stderr.
+It is a separate process, because TensorRT's parser aborts on some errors. The file is a Request as
+JSON. The process writes the engine, and a Result next to the request; its log goes to stderr.
 
-Nodes of domain kvgraph are rewritten on their way in: a plugin's node cannot leave an operand out
-in the middle, so the ones given are listed in a field; kernels and images become fields.
+Nodes of domain kvgraph are rewritten before parsing. A plugin's node cannot leave out an operand in
+the middle, so a field lists the given operands. Kernels and images become fields too.
 """
 
 from __future__ import annotations
@@ -31,14 +31,19 @@ if TYPE_CHECKING:
 Shapes = Mapping[str, tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]]
 
 KERNELS_NAME = "tensorrt.json"
-"""Next to the cubins: the fields `kernels` (base64), which node has which, where each image is."""
+"""Name of the file next to the cubins: the fields `kernels` (base64), which node has which, and the
+path of each image."""
 
 
 @dataclass(frozen=True)
 class Request:
-    """What to build. `archs`: none is portable. `profiles`: input -> (min, opt, max) shapes, in
-    order. `aliased`: whether pools are declared input and output in one, or read by every layer
-    and handed on by the last alone. `strip`: leave the weights out, to be refitted."""
+    """The engine to build.
+
+    `archs`: GPU architectures; empty: a portable engine. `profiles`: input -> (min, opt, max)
+    shapes, in order. `aliased`: declare each layer's pool output as an alias of its input; else all
+    layers read the graph's pool, and only the last one returns it. `strip`: leave out the weights,
+    which are refitted later.
+    """
 
     module: str
     model: str
@@ -54,8 +59,8 @@ class Request:
 
 @dataclass(frozen=True)
 class Result:
-    """What was built: the module's version, inputs and outputs in the engine's order with their
-    dims (-1 is dynamic), and the weights that it lacks."""
+    """The engine that was built: TensorRT's version, inputs and outputs in order with their dims
+    (-1 is dynamic), and names of weights to refit."""
 
     version: str
     inputs: dict[str, list[int]]
@@ -71,7 +76,10 @@ def main(path: str) -> int:
 
 
 def answer(path: str, kind: type[Asked], make: Callable[[Asked], object]) -> int:
-    """Read the request at `path`, and write what `make` makes of it, or its refusal, next to it."""
+    """Read the request at `path`, call `make`, and write its result or refusal next to the request.
+
+    Return the process's exit code: 1 for a refusal, else 0.
+    """
     request = kind(**json.loads(Path(path).read_text()))
     try:
         found: dict[str, object] = asdict(make(request))  # type: ignore[call-overload]
@@ -82,7 +90,7 @@ def answer(path: str, kind: type[Asked], make: Callable[[Asked], object]) -> int
 
 
 def build(request: Request) -> Result:
-    """Write the engine. UnsupportedError with what the parser or the builder said."""
+    """Build and write the engine. UnsupportedError with the message of the parser or builder."""
     trt = import_module(request.module)
     said = Log.of(trt, request.verbose)
     builder = trt.Builder(said)
@@ -125,7 +133,7 @@ def _config(trt: ModuleType, builder: Builder, request: Request) -> IBuilderConf
     if request.aliased:
         config.set_preview_feature(trt.PreviewFeature.ALIASED_PLUGIN_IO_10_03, True)
     if hasattr(trt.BuilderFlag, "REQUIRE_USER_ALLOCATION"):
-        config.set_flag(trt.BuilderFlag.REQUIRE_USER_ALLOCATION)  # else no CUDA graph captures it
+        config.set_flag(trt.BuilderFlag.REQUIRE_USER_ALLOCATION)  # needed for CUDA graph capture
     if request.strip:
         config.set_flag(trt.BuilderFlag.STRIP_PLAN)
     if request.verbose:
@@ -140,7 +148,8 @@ def _config(trt: ModuleType, builder: Builder, request: Request) -> IBuilderConf
 
 
 class Log:
-    """What TensorRT said: errors are kept, and with `verbose` everything goes to stderr."""
+    """TensorRT's log: errors are kept, and written to stderr; with `verbose`, all messages are
+    written."""
 
     errors: list[str]
 
@@ -165,14 +174,15 @@ class Log:
         return self.errors[-1].splitlines()[0] if self.errors else "nothing said"
 
     def refusal(self, request: Request) -> str:
-        """The plugin's sentence, or the first error that is not about a missing device."""
+        """The reason for a failure: the plugin's message, or else the first error that is not about
+        a missing GPU."""
         return plugin_message(request.library) or next(
             (e.splitlines()[0] for e in self.errors if "Cuda Runtime" not in e), "nothing said"
         )
 
 
 def plugin_message(library: str) -> str:
-    """With what a plugin of this process refused last; "" where none did."""
+    """The last error message of a plugin in this process; "" if there is none."""
     import ctypes
 
     message = ctypes.create_string_buffer(512)
@@ -180,11 +190,11 @@ def plugin_message(library: str) -> str:
     return message.value.decode(errors="replace")
 
 
-# ---- the model, as plugins take it ------------------------------------------------------------
+# ---- the model with plugin nodes ---------------------------------------------------------------
 
 
 def plugin_model(request: Request) -> tuple[bytes, list[str]]:
-    """The model with plugin nodes, and the names of its weights outside the graph."""
+    """The serialized model with plugin nodes, and the names of its weights outside the graph."""
     import onnx
 
     model = onnx.load(request.model, load_external_data=False)
@@ -236,7 +246,7 @@ def _set(node: NodeProto, **attributes: object) -> None:
 
 
 def _pool_heads(graph: GraphProto) -> dict[str, str]:
-    """Buffer that a layer hands on -> the graph's input that it is in the end."""
+    """Name of a buffer that a layer returns -> name of the graph's input that it is a state of."""
     heads: dict[str, str] = {}
     for node in graph.node:
         if node.domain != OPSET_DOMAIN:

@@ -1,4 +1,4 @@
-"""Builds an artifact's engine from its graph and kernels: profiles, a process, checks."""
+"""Build an artifact's engine from its graph and kernels in another process, and check it."""
 
 from __future__ import annotations
 
@@ -37,24 +37,28 @@ NOT_BUILT = (
     "engine: none yet; on the machine that runs it, with torch-tensorrt: "
     "kvgraph compile --from-artifact THIS -o HERE"
 )
-"""Note of an artifact for torch-tensorrt."""
+"""Note in the manifest of an artifact for torch-tensorrt."""
 
 RTX, ENTERPRISE = "tensorrt_rtx", "tensorrt"
 OLDEST = {RTX: (1, 7, 1), ENTERPRISE: (10, 3, 0)}
-"""Before these: no engine without a GPU; no aliased plugin outputs."""
+"""Oldest versions. Older TensorRT-RTX needs a GPU to build; older TensorRT has no aliased plugin
+outputs."""
 
 DISTRIBUTIONS = {RTX: "tensorrt-rtx", ENTERPRISE: "tensorrt"}
 INSTALL = {RTX: "pip install 'kvgraph[tensorrt]'", ENTERPRISE: "pip install tensorrt"}
 
 MAX_STEPS = 64
-"""Rows of `max_lengths`."""
+"""Most rows of `max_lengths` in a profile."""
 
 MAX_PAGE_SLOTS = 1 << 20
-"""Of a pool."""
+"""Most pages of a pool in a profile."""
 
 
 def require_module(name: str) -> str:
-    """Its version. MissingDependencyError with the install line where it is absent or too old."""
+    """Return the version of TensorRT module `name`.
+
+    MissingDependencyError, with the install command, if it is missing or too old.
+    """
     wanted = ".".join(map(str, OLDEST[name]))
     if importlib.util.find_spec(name) is None:
         raise MissingDependencyError(
@@ -76,9 +80,9 @@ def require_module(name: str) -> str:
 def profiles_of(
     signature: GraphSignature, max_seq_len: int, max_batch_size: int, max_batch_tokens: int
 ) -> list[ProfileInfo]:
-    """One for decode steps (a token a row), one for anything: prefill, chunks, mixed rows.
+    """Two profiles: "decode" for one new token a row, and "prefill" for any step.
 
-    `max_batch_size` rows of a step, and `max_batch_tokens` new tokens of all of them, at most.
+    `max_batch_size`: most rows of a step. `max_batch_tokens`: most new tokens of a step.
     """
     names = {dim for symbol in signature.inputs for dim in symbol.symbolic_dims}
     tokens = min(max_batch_tokens, max_batch_size * max_seq_len)
@@ -93,7 +97,7 @@ def profiles_of(
 
 
 def _page_size(signature: GraphSignature) -> int:
-    """Of every leaf: a tree's agree."""
+    """Tokens of a page; equal in all leaves."""
     extent = signature.buffers[0].shape[3]
     assert isinstance(extent, int)
     return extent
@@ -133,13 +137,13 @@ def build_engine(
 ) -> EngineInfo:
     """Write `model.engine` into an artifact's folder that has the graph, kernels and plugins.
 
-    `archs`: none is an engine without a fixed architecture. `aliased`: whether layers hand the pool
-    on as memory of their own, which TensorRT is told to be their input's, or all take the graph's.
-    `strip`: without weights. `log`: where all that TensorRT says goes. UnsupportedError with the
-    sentence of what refused; then there is no engine.
+    `archs`: GPU architectures; empty: an engine without a fixed architecture.
+    `aliased`: declare each layer's pool output as an alias of its input; else all layers use the
+    graph's pool. `strip`: leave out the weights. `log`: file for all of TensorRT's messages.
+    UnsupportedError: TensorRT or a plugin refuses, with its message; then no engine is written.
     """
     version = require_module(module)
-    chosen = list(archs) if module == RTX else []  # an enterprise TensorRT: its machine's
+    chosen = list(archs) if module == RTX else []  # other TensorRT builds for its machine's GPU
     request = Request(
         module=module,
         model=str(folder / MODEL_NAME),
@@ -167,8 +171,8 @@ def build_engine(
 def run_builder(
     builder: str, request: Mapping[str, object], module: str, log: Path | None = None
 ) -> dict[str, Any]:
-    """What `python -m builder` answers to a request, in a process of its own where the libraries of
-    `module` are found. UnsupportedError where it refuses, aborts or is killed."""
+    """The answer of `python -m builder` to a request, run in a process that finds the libraries of
+    `module`. UnsupportedError if it refuses, aborts or is killed."""
     with tempfile.TemporaryDirectory(prefix="kvgraph-tensorrt.") as scratch:
         path = Path(scratch, "build.json")
         path.write_text(json.dumps(request))
@@ -191,8 +195,11 @@ def run_builder(
 
 
 def _environment(module: str, folder: Path) -> dict[str, str]:
-    """Where the parser finds the library under the plain name that it looks for: a wheel ships
-    libtensorrt_rtx.so.1 alone, and without the other the parser aborts on a plugin."""
+    """Environment in which the parser finds TensorRT's library under its plain name.
+
+    A wheel has only libtensorrt_rtx.so.1, so links with the plain names are made in `folder`.
+    Without these the parser aborts at a plugin.
+    """
     spec = importlib.util.find_spec(f"{module}_libs")
     for place in (spec.submodule_search_locations or []) if spec else []:
         for library in Path(place).glob("*.so.*"):
@@ -205,7 +212,7 @@ def _environment(module: str, folder: Path) -> dict[str, str]:
 
 
 def _ended(code: int, log: Path) -> str:
-    """Why there is no answer: the signal or exit code, and the last that was said."""
+    """Text for why there is no answer: the signal or exit code, and the last line of the log."""
     how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
     lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
     last = f", after {lines[-1].strip()[:200]!r}" if lines else ""
@@ -213,7 +220,7 @@ def _ended(code: int, log: Path) -> str:
 
 
 def _require_bindings(result: Result, signature: GraphSignature) -> None:
-    """UnsupportedError unless the engine takes and gives what the signature says, in its order."""
+    """Raise UnsupportedError unless the engine's inputs and outputs match the signature."""
     outputs = [symbol.renamed(output_name(symbol)) for symbol in signature.outputs]
     for symbols, found in ((signature.inputs, result.inputs), (outputs, result.outputs)):
         expected = {s.name: [d if isinstance(d, int) else -1 for d in s.shape] for s in symbols}

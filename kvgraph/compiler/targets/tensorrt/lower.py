@@ -1,9 +1,9 @@
-"""Backend `tensorrt`: an engine whose cache ops are kvgraph's plugins, built where no GPU is.
+"""Backend `tensorrt`: build an engine with kvgraph's plugins as cache ops, without a GPU.
 
 Decisions: the artifact keeps the functional ONNX graph, the cubins and the engine, so another
-machine's TensorRT builds from the same files; the graph's nodes become plugin nodes on their way
-into the builder (build.py). One engine serves every architecture asked for. Two builds of an
-engine are not the same bytes; the manifest names it.
+machine's TensorRT can build from the same files. Nodes become plugin nodes when the builder reads
+the graph (build.py). One engine serves every architecture that is asked for. Two builds of an
+engine have different bytes; the manifest lists it as nondeterministic.
 """
 
 from __future__ import annotations
@@ -41,13 +41,14 @@ from kvgraph.ops import OPSET_DOMAIN
 from kvgraph.ops.native import library_path
 
 ARCHS = ("sm_75", "sm_80", "sm_86", "sm_89", "sm_120", "sm_121")
-"""That TensorRT-RTX builds for. The kernels of them all run on every GPU that it takes."""
+"""GPU architectures for which TensorRT-RTX builds. Their kernels together run on every GPU that it
+supports."""
 
 NOTE = "engine: built and checked where no GPU is; no build of it has run on one"
 
 
 def kernel_archs(archs: Sequence[str], dtype: str) -> tuple[str, ...]:
-    """Architectures to compile kernels for. UnsupportedError names one that has no engine."""
+    """Architectures to compile kernels for. UnsupportedError for one that TensorRT-RTX lacks."""
     if tuple(archs) == (PORTABLE,):
         halves = dtype != "bfloat16"
         return tuple(a for a in ARCHS if halves or shapes.capability(a) >= 80)
@@ -70,11 +71,11 @@ def lower(
 ) -> Lowered:
     """Write `model.onnx`, `weights.safetensors`, `kernels/`, the plugins and `model.engine`.
 
-    `bounds`: rows and new tokens of a step at most.
+    `bounds`: most rows and most new tokens of a step.
     """
     require_module(RTX)
     attention = attention_of_nodes(traced)
-    # TensorRT's parser checks the graph: it takes more than ONNX's checker, as TopK of bfloat16.
+    # TensorRT's parser checks the graph. ONNX's checker refuses more, for example TopK of bfloat16.
     lowered, written = onnx_target.write(traced, folder, PASSES["cuda", "tensorrt"])
     cache_ops = [node for node in written.graph if node.domain == OPSET_DOMAIN]
     names = [str(node.outputs[0].name) for node in cache_ops]
@@ -98,7 +99,7 @@ def lower(
 
 
 def require_kernels(plan: CachePlan, archs: Sequence[str]) -> None:
-    """UnsupportedError for a cache that no kernel supports, before the model is traced."""
+    """Raise UnsupportedError if no kernel supports the cache; runs before the model is traced."""
     dtype = next(iter(plan.params.leaves.values())).dtype
     cuda.require_kernels(plan, kernel_archs(archs, dtype))
 
@@ -109,9 +110,10 @@ def write_kernels(
     folder: Path,
     progress: Callable[[str], None],
 ) -> dict[str, float]:
-    """Cubins by architecture, and which node has which. Returns compile seconds.
+    """Write cubins by architecture, and a file that says which node uses which.
 
-    `nodes`: the cache ops of `model.onnx` by their first outputs, in its order.
+    `nodes`: the shape of each cache op by its first output's name, in order.
+    Return compile seconds by file.
     """
     made = compile_kernels(list(nodes.values()), archs, progress)
     distinct = list(made)
@@ -132,6 +134,6 @@ def write_kernels(
 
 
 def shape_of(fields: Mapping[str, Any]) -> AttentionShape:
-    """One of `shapes` of tensorrt.json."""
+    """The AttentionShape of an entry of `shapes` in tensorrt.json."""
     rope = Rope(**fields["rope"]) if fields["rope"] else None
     return AttentionShape(**{**fields, "cache": CacheShape(**fields["cache"]), "rope": rope})

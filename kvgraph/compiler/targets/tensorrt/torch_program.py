@@ -1,9 +1,8 @@
-"""Backend `torch-tensorrt`: the lowered program, the kernels and the plugins; the engine is built
-where the GPU is.
+"""Backend `torch-tensorrt`: write the lowered program, the kernels and the plugins, but no engine.
 
-torch-tensorrt builds for the GPU of its machine and for no other, so an artifact for a machine
-without one ends before the engine. `kvgraph compile --from-artifact` builds it there
-(`kvgraph/rebuild/torch_engine.py`), without Triton: the kernels come from the artifact.
+torch-tensorrt builds only for the GPU of its own machine, so compile stops before the engine. On
+the machine with the GPU, `kvgraph compile --from-artifact` builds it
+(`kvgraph/rebuild/torch_engine.py`). It needs no Triton: the kernels come from the artifact.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from kvgraph.contract.manifest import EngineInfo
 from kvgraph.ops.native import library_path
 
 USUAL_SLOTS = 64
-"""Of a pool."""
+"""Most pages of a pool in the profile's usual (opt) shapes."""
 
 
 def lower(
@@ -43,7 +42,7 @@ def lower(
 ) -> Lowered:
     """Write `model.pt2`, `weights.safetensors`, `kernels/` and the plugins into `folder`.
 
-    `bounds`: rows and new tokens of a step at most.
+    `bounds`: most rows and most new tokens of a step.
     """
     attention = attention_of_nodes(traced)
     run_passes(traced, PASSES["cuda", "torch-tensorrt"].program)
@@ -53,7 +52,7 @@ def lower(
     shutil.copyfile(library_path("tensorrt"), folder / LIBRARY_NAME)
     write_build_log(folder, {"compile_seconds": seconds})
     profile = profiles_of(traced.signature, traced.model.max_seq_len, *bounds)[-1]
-    # torch-tensorrt makes tensors of the usual sizes.
+    # torch-tensorrt allocates tensors of the usual (opt) sizes, so a large pool would not fit.
     usual = {
         d: min(n, USUAL_SLOTS) if d.endswith(NUM_PAGE_SLOTS) else n for d, n in profile.opt.items()
     }

@@ -1,19 +1,19 @@
-"""torch-tensorrt adapter: cache ops of an exported program become kvgraph's TensorRT plugins.
+"""torch-tensorrt adapter: convert cache ops of an exported program to kvgraph's TensorRT plugins.
 
     from kvgraph.compiler.targets.tensorrt import torch_tensorrt as adapter
 
     adapter.register()
     trt_module = torch_tensorrt.dynamo.compile(adapter.lower_caches(program), inputs)
 
-Decisions: torch-tensorrt gives outputs memory of its own and functionalises what mutates, so a pool
-that is an output would be copied. Here each layer's op is functional in name, its pool outputs have
-no use, and the plugin writes the graph's pool in place (`pool_out` 0). That keeps the layers in
-order, as each one's query depends on the layer before; so a program may use a cache only through
-store_kv and paged_attention pairs, which `lower_caches` checks.
+Decisions: torch-tensorrt allocates outputs itself and functionalises mutations, so a pool that is
+an output would be copied. Here each layer's op is functional in name only: nothing uses its pool
+outputs, and the plugin writes the graph's pool in place (`pool_out` 0). Layers stay in order,
+because each layer's query depends on the layer before. So a program may use a cache only through
+pairs of store_kv and paged_attention, which `lower_caches` checks.
 
-No machine at hand has a CUDA build of torch: converters are tested with a module that stands for
-torch-tensorrt, plugins with TensorRT's own registry, and whole programs with torch-tensorrt itself
-over TensorRT-RTX, whose networks take the plugins' places (`make test-vendors`).
+Tests need no CUDA build of torch: converters are tested with a stand-in for torch-tensorrt, plugins
+with TensorRT's own registry, and whole programs with torch-tensorrt itself over TensorRT-RTX, with
+networks in place of the plugins (`make test-vendors`).
 """
 
 from __future__ import annotations
@@ -53,16 +53,16 @@ if TYPE_CHECKING:
 INSTALL = "pip install 'kvgraph[torch-tensorrt]' (with the CUDA build of torch that it asks for)"
 
 Made = tuple[bytes, Mapping[str, bytes]]
-"""The field `kernels` of a layer, and its images by digest."""
+"""The plugin field `kernels` of a layer, and its cubins by SHA-256."""
 
 Kernels = Mapping[AttentionShape, Made]
 
 DTYPES = {dtype.tensorrt: dtype.name for dtype in ALL if dtype.name in POOLS}
-"""Names of TensorRT's DataType -> ours."""
+"""Name of TensorRT's DataType -> kvgraph's name of the dtype."""
 
 
 def lower_caches(program: ExportedProgram) -> ExportedProgram:
-    """`program` in ops that `register`'s converter takes: itself, changed in place, or another one.
+    """`program` in ops that `register`'s converter takes: changed in place, or a new program.
 
     `program` comes from torch.export without decompositions. UnsupportedError: it has no cache
     ops, or a store without its attention.
@@ -85,13 +85,13 @@ def lower_caches(program: ExportedProgram) -> ExportedProgram:
 
 
 def register(archs: Sequence[str] = (), kernels: Kernels | None = None) -> Converter:
-    """Teach torch-tensorrt the ops of `lower_caches`, with kernels for `archs` (default: this
-    machine's GPU), or with `kernels` that are compiled already. Registering again replaces nothing:
-    the first converter is asked first.
+    """Register a converter for the ops of `lower_caches` with torch-tensorrt.
 
-    MissingDependencyError without torch-tensorrt or TensorRT, UnsupportedError for an architecture
-    that has no kernels and for a TensorRT that takes no plugins, KernelError without the plugins'
-    library.
+    `archs`: architectures to compile kernels for; default: this machine's GPU.
+    `kernels`: compiled kernels, in place of `archs`.
+    A second call has no effect, because torch-tensorrt uses the converter that came first.
+    MissingDependencyError: torch-tensorrt or TensorRT is missing. UnsupportedError: an architecture
+    has no kernels, or this TensorRT takes no plugins. KernelError: the plugins' library is missing.
     """
     conversion = imported("torch_tensorrt.dynamo.conversion")
     trt = imported("tensorrt")
@@ -116,7 +116,7 @@ def register(archs: Sequence[str] = (), kernels: Kernels | None = None) -> Conve
 def imported(name: str) -> Any:
     try:
         return import_module(name)
-    except Exception as error:  # over a CPU build of torch it ends with an AssertionError
+    except Exception as error:  # with a CPU build of torch the import raises AssertionError
         let_pass(error)
         raise MissingDependencyError(
             f"{name.partition('.')[0]}: needed for the torch-tensorrt adapter, cannot be imported "
@@ -138,8 +138,8 @@ def _this_gpu() -> str:
 
 @dataclass
 class Converter:
-    """Adds the plugin of a node to a network. Kernels are compiled once for each distinct layer;
-    equal images travel once in each network, in its first node."""
+    """Adds a node's plugin to a network. Kernels are compiled once for each distinct layer. A
+    network has equal cubins once, in its first node that needs them."""
 
     trt: ModuleType
     as_tensor: Callable[..., ITensor]
@@ -151,7 +151,7 @@ class Converter:
     def __call__(
         self, ctx: Any, target: Any, args: Sequence[Any], kwargs: Mapping[str, Any], name: str
     ) -> tuple[ITensor | None, ...]:
-        """The converter that torch-tensorrt calls: the op's outputs, as tensors of the network."""
+        """Convert a node for torch-tensorrt; return the op's outputs as tensors of the network."""
         given = _bound(args, kwargs)
         tensors = {
             operand.name: self.as_tensor(ctx, given[operand.name], f"{name}_{operand.name}")
@@ -165,7 +165,10 @@ class Converter:
         return (layer.get_output(0), *pools)
 
     def load_plugins(self) -> None:
-        """Once for a process: TensorRT refuses a library whose plugins it has."""
+        """Load the plugins, unless they are loaded: TensorRT refuses to load a library twice.
+
+        UnsupportedError if TensorRT does not accept them.
+        """
         if self._creator() is None:
             self.trt.get_plugin_registry().load_library(str(library_path("tensorrt")))
         if self._creator() is None:
@@ -243,7 +246,7 @@ def _number(kind: str, value: float) -> Array:
 
 
 def _shape(tensors: Mapping[str, ITensor], given: Mapping[str, Any]) -> AttentionShape:
-    """What the layer's kernels are compiled for, from the network's tensors."""
+    """The shape for which the layer's kernels are compiled, from the network's tensors."""
     query, pool = tensors["q"], tensors["kv_blocks"]
     _, _, layers, page_size, kv_heads, head_dim = pool.shape
     scales, cos_sin = tensors.get("kv_scales"), tensors.get("cos_sin")
@@ -273,7 +276,7 @@ def _shape(tensors: Mapping[str, ITensor], given: Mapping[str, Any]) -> Attentio
 
 
 def _granularity(head_dim: int, scales: ITensor) -> int:
-    """Elements of one scale: kernels take those that divide a head, or all of it."""
+    """Number of a head's elements that share a scale. UnsupportedError unless scales divide it."""
     each = scales.shape[-1]
     if head_dim % each:
         raise UnsupportedError(
