@@ -1,17 +1,17 @@
-"""What a step must read and compute at the least, counted from the manifest and the weights file.
+"""The least bytes and flops of a step, counted from the manifest and the weights file.
 
-    decode bytes of a step  = W + experts(B) + B * kv(context)     W: weights but lookup tables
+    decode bytes of a step  = W + experts(B) + B * kv(context)     W: weights, no lookup tables
     prefill flops           = 2 * M * B * P + 2 * H * B    M, H: elements of matrices, of the head
     share of the read limit = decode bytes / seconds / (read GB/s * 1e9)
     share of the GEMM limit = prefill flops / seconds / (GFLOP/s * 1e9)
 
-B rows of P tokens; only the last token of a row meets the head. kv(context) is what the pool holds
-of `context` tokens (of a window, at most its length), in bytes. experts(B) is what `Mixture.read`
-expects of a mixture's experts; a token computes with its active ones. Lookup tables (the embedding,
-the rotary ones) are read by rows and not counted; a tied embedding is the head, and is. Attention's
-own flops, the activations, the sampler and the small tensors that stay in the graph's own file are
-not counted, so shares err downwards. A mixture without packed experts counts all of them, so its
-shares err upwards. Packed weights count with their padding.
+B rows of P tokens; only the last token of a row is multiplied by the head. kv(context): bytes of
+the pool for `context` tokens (in a window, at most its length). experts(B): bytes of experts by
+`Mixture.read`; a token computes with its active experts. Lookup tables (the embedding, rotary
+tables) are read by rows and not counted; a tied embedding is the head and is counted. Attention's
+flops, activations, the sampler and small tensors in the graph's own file are not counted, so shares
+are too low. A mixture without packed experts counts all of them, so its shares are too high. Packed
+weights count with their padding.
 """
 
 from __future__ import annotations
@@ -29,22 +29,22 @@ from kvgraph.contract.trees import params_from_layout
 from kvgraph.ops.packed import panel_count
 
 CLASSES = {dtype.name: dtype.short for dtype in ALL if dtype.short}
-"""Manifest's `weights` -> class of precision, where that is not its name already."""
+"""Class of precision by `weights` of a manifest, if its name is not the class already."""
 
 PACKED = ".packed"
-"""End of the names of packed weights (`kvgraph.linear`, `kvgraph.experts`)."""
+"""Suffix of the names of packed weights (`kvgraph.linear`, `kvgraph.experts`)."""
 
 STACKED = 4
-"""Dims of packed weights of all experts; those of a linear layer are one fewer."""
+"""Rank of packed weights of all experts; the weights of a linear layer have one dim fewer."""
 
 GEMM_DTYPES = {dtype.short: dtype.name for dtype in ALL if dtype.short} | {"int4": "int8"}
-"""Class -> the dtype that its matrix products can run in."""
+"""The dtype in which matrix products can run, by class of precision."""
 
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """`precision`: class of the weights; `weight_bytes` W, `matrices` M and `head` H of above; M
-    has of experts those that work on a token."""
+    """Counts of an artifact. `precision`: class of the weights. `weight_bytes`, `matrices`,
+    `head`: W, M and H of the module's formulas; M counts only a token's active experts."""
 
     precision: str
     file_bytes: int
@@ -52,11 +52,11 @@ class Counts:
     matrices: float
     head: int
     kv_bytes: dict[int, float]
-    """Window (0: none) -> bytes of the pool for one token of one row, scales included."""
+    """Bytes of the pool for one token of one row, scales included, by window (0: none)."""
     mixtures: tuple[Mixture, ...] = ()
 
     def decode_bytes(self, batch: int, context: float) -> float:
-        """Bytes of one step of `batch` rows that have `context` tokens each."""
+        """Least bytes that one step of `batch` rows with `context` tokens each reads."""
         kv = sum(
             each * (min(context, window) if window else context)
             for window, each in self.kv_bytes.items()
@@ -92,7 +92,7 @@ def count(folder: Path, manifest: Manifest) -> Counts:
 
 
 def _class(manifest: Manifest, elements: Mapping[str, int], tensors: Mapping[str, TensorAt]) -> str:
-    """Of precision: as stored, that of most weights."""
+    """Class of precision; for weights as stored, the class of most weights."""
     if manifest.weights != "stored":
         return CLASSES.get(manifest.weights, manifest.weights)
     kinds = {"int4": 0, "int8": 0, "bf16": 0}
@@ -103,7 +103,7 @@ def _class(manifest: Manifest, elements: Mapping[str, int], tensors: Mapping[str
 
 
 def _used(name: str, at: TensorAt, at_work: dict[int, float]) -> float:
-    """Share of a matrix that a token meets: of stacked experts, that of the active ones."""
+    """Share of a matrix that a token uses: for stacked experts, the share of active experts."""
     is_stacked = name.endswith(PACKED) and len(at.shape) == STACKED
     return at_work.get(at.shape[0], 1.0) if is_stacked else 1.0
 
@@ -116,7 +116,7 @@ def _has_vocab(name: str, at: TensorAt, vocab: int) -> bool:
 
 
 def _is_table(name: str, with_vocab: list[str]) -> bool:
-    """Whether steps read a few rows: rotary tables, and an embedding that is not the head too."""
+    """Whether steps read only a few rows: a rotary table, or an embedding that is not the head."""
     if "cos_sin" in name:
         return True
     if name not in with_vocab or name.endswith(PACKED) or len(with_vocab) < 2:
@@ -129,13 +129,13 @@ def _is_matrix(name: str, at: TensorAt) -> bool:
 
 
 def _elements(name: str, at: TensorAt, tensors: Mapping[str, TensorAt]) -> int:
-    """Weights of a matrix, its padding included; a packed byte may hold two."""
+    """Number of weights of a matrix, padding included; a packed byte may hold two."""
     return math.prod(at.shape) * (2 if _has_nibbles(name, tensors) else 1)
 
 
 def _has_nibbles(name: str, tensors: Mapping[str, TensorAt]) -> bool:
-    """Whether a matrix is packed in 4 bits: then it has bytes of groups, or scales of groups and
-    not two rows of them, of columns and their sums."""
+    """Whether a matrix is packed in 4 bits: it has bytes of groups, or int8 with scales of groups;
+    without groups, scales have two rows: scales of columns and sums."""
     if not name.endswith(PACKED):
         return False
     stem = name.removesuffix(PACKED)

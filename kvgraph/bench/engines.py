@@ -1,4 +1,4 @@
-"""The engines of a run, artifacts and peers, each in a process of its own; events -> results."""
+"""Run the engines, artifacts and peers, each in its own process, and collect their results."""
 
 from __future__ import annotations
 
@@ -20,15 +20,16 @@ from kvgraph.contract.plain import JsonObject
 
 WORKER = Path(__file__).with_name("worker.py")
 SECONDS_TO_LEAVE = 30.0
-"""That a process has to end after its last word."""
+"""Seconds that a process has to end after its last event."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineSpec:
-    """What is run: `adapter` (a file) by the interpreter `python` on `model`.
+    """An engine to run: `adapter` (a file) in the interpreter `python` on `model`.
 
-    `ours` are artifacts, which alone are measured against the limits. `prepares`: the adapter
-    makes a form of its own of the model first. `versions` are known before it says any.
+    `ours`: whether it is an artifact; only artifacts are measured against the limits. `prepares`:
+    whether the adapter first converts the model to its own format. `versions`: versions known
+    before the engine reports any.
     """
 
     name: str
@@ -44,8 +45,8 @@ class EngineSpec:
 
 @dataclass(slots=True)
 class CaseResult:
-    """Seconds of every repeat (see protocol.py), or why there are none. `rss_bytes`: the peak up to
-    here."""
+    """Seconds of every repeat (see protocol.py), or the error. `rss_bytes`: peak of the process up
+    to the end of this case."""
 
     t1_s: list[float] = field(default_factory=list)
     tl_s: list[float] = field(default_factory=list)
@@ -57,7 +58,7 @@ class CaseResult:
 
 @dataclass(slots=True)
 class EngineResult:
-    """All that an engine's processes said. `starts_s`: process start to first token, of each."""
+    """Results of an engine's processes. `starts_s`: seconds from start to first token, of each."""
 
     name: str
     ours: bool
@@ -81,10 +82,10 @@ def run_engine(
     timeout: float,
     progress: Callable[[str], None] = lambda stage: None,
 ) -> EngineResult:
-    """Prepare, start once for the first token alone, start again and measure all cases.
+    """Prepare, start once for the first token only, start again and measure all cases.
 
-    What fails is in the result: `error` of the engine, or of a case. `timeout` is in seconds, of
-    each process.
+    Failures are in the result: `error` of the engine, or of a case. `timeout`: seconds for each
+    process.
     """
     result = EngineResult(spec.name, spec.ours, spec.precision, dict(spec.versions))
     full = dict(job) | {
@@ -104,7 +105,7 @@ def run_engine(
 
 @contextmanager
 def _partial(job: JsonObject) -> Iterator[JsonObject]:
-    """A folder for what a worker prepares, gone at the end however the worker ended."""
+    """A temporary folder for a worker's conversion, removed at the end in any case."""
     if job["phase"] != "prepare":
         yield {}
         return
@@ -121,7 +122,7 @@ def _run_process(
     timeout: float,
     progress: Callable[[str], None],
 ) -> str | None:
-    """One worker from start to end; why it failed, or None."""
+    """Run one worker from start to end; return the reason of a failure, or None."""
     progress("preparing the model" if job["phase"] == "prepare" else "starting")
     with tempfile.TemporaryDirectory(prefix="kvgraph-bench-") as folder:
         path = Path(folder, "job.json")
@@ -134,7 +135,7 @@ def _run_process(
             timer.start()
             try:
                 said = _take_events(process, began, result, progress)
-                with suppress(subprocess.TimeoutExpired):  # all is said: it is ended by force
+                with suppress(subprocess.TimeoutExpired):  # it is killed below
                     process.wait(SECONDS_TO_LEAVE)
             finally:
                 timer.cancel()
@@ -178,7 +179,7 @@ def _expire(process: subprocess.Popen[str], expired: threading.Event) -> None:
 
 
 def _kill(process: subprocess.Popen[str]) -> None:
-    """End the process and all that it started."""
+    """Kill the process and all processes that it started."""
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
 
@@ -189,7 +190,8 @@ def _take_events(
     result: EngineResult,
     progress: Callable[[str], None],
 ) -> str | None:
-    """Fill `result`. None: it said that it was done; "": it fell silent; else its own reason."""
+    """Read events into `result`. Returns None after "done", "" if the events end without it, and
+    otherwise the worker's error."""
     assert process.stdout is not None
     for line in process.stdout:
         event = json.loads(line)
@@ -214,7 +216,7 @@ def _take_events(
 
 
 def _reason(status: int, log: Path) -> str:
-    """Why a worker ended without a word: its signal, or the last line that it printed."""
+    """Reason why a worker ended without an event: its signal or status, and its last line."""
     lines = log.read_text(errors="replace").strip().splitlines()
     how = f"signal {signal.Signals(-status).name}" if status < 0 else f"exit status {status}"
     return f"the process ended with {how}" + (f": {lines[-1].strip()[:300]}" if lines else "")

@@ -1,4 +1,4 @@
-"""Seconds become figures: tokens/s, share of the machine's limit, ratio to the best peer."""
+"""Figures from seconds: tokens/s, share of the machine's limit, ratio to the best peer."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ from kvgraph.bench.protocol import Case
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Figure:
-    """One number of one engine. `what`: prefill, decode or ragged; tokens/s are None where t(N) was
-    not above t(L) in some repeat: then the noise is larger than what is measured.
+    """One figure of one engine. `what`: "prefill", "decode" or "ragged".
 
-    `share` of the limit named by `limit`, None for peers and where that limit was not read.
-    `ratio` to the best peer of the same class of precision, `ratio_any` of all; of peers, None.
+    Tokens/s are None if t(N) was not above t(L) in some repeat: then noise is larger than the
+    measured time. `share`: of the limit named by `limit`; None for peers, and if that limit was not
+    read. `ratio`: to the best peer of the same class of precision. `ratio_any`: to the best of all
+    peers. Both are None for peers.
     """
 
     engine: str
@@ -42,9 +43,10 @@ def make_figures(
     counts: Mapping[str, Counts],
     readings: Sequence[Limits],
 ) -> list[Figure]:
-    """By case, then by kind of figure, then in the engines' order.
+    """Figures in the order of cases, then kinds of figures, then engines.
 
-    `readings` are one more than engines: an engine's limits are the better of those around it.
+    `readings`: one more than engines; an engine's limit is the better of the readings before and
+    after it.
     """
     figures = []
     for case in cases:
@@ -83,7 +85,7 @@ def _figure(
 
 
 def _seconds(case: Case, what: str, found: CaseResult) -> tuple[list[float], int]:
-    """Seconds of each repeat, and the tokens that they made (see protocol.py)."""
+    """Seconds of each repeat, and the number of tokens in them (see protocol.py)."""
     if what == "prefill":
         return found.t1_s, sum(case.lengths)
     if what == "ragged":
@@ -95,7 +97,7 @@ def _seconds(case: Case, what: str, found: CaseResult) -> tuple[list[float], int
 def _share(
     case: Case, what: str, seconds: float, counts: Counts | None, around: Sequence[Limits]
 ) -> tuple[str | None, float | None]:
-    """Name of the limit, and the share of it (see counts.py); of ragged requests, neither."""
+    """Name of the limit, and the share of it (see counts.py); (None, None) for ragged requests."""
     if counts is None or what == "ragged" or seconds <= 0:
         return None, None
     prompt = case.lengths[0]
@@ -113,7 +115,7 @@ def _share(
 
 
 def _compared(figure: Figure, same: Sequence[Figure]) -> Figure:
-    """With its ratios to the best of the peers among figures of the same kind."""
+    """The figure with its ratios to the best peers; `same`: figures of the same kind."""
     if not figure.ours or not figure.tokens_per_s:
         return figure
     every = {f.precision: 0.0 for f in same if not f.ours and f.tokens_per_s}

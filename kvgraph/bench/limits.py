@@ -1,9 +1,9 @@
-"""What the machine itself can do, read on the spot: memory in GB/s, matrix products in GFLOP/s.
+"""Limits of the machine, measured during a run: memory in GB/s, matrix products in GFLOP/s.
 
     python -m kvgraph.bench.limits THREADS BYTES    one JSON line
 
-A process of its own for each reading, so that the thread settings of the BLAS libraries hold and no
-memory stays. GB and GFLOP are 1e9.
+Each reading is a separate process, so that the thread settings of the BLAS libraries apply and no
+memory stays in use. GB and GFLOP are 1e9.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 LEAST_READ_BYTES = 1 << 30
 CACHES = 4
-"""The buffer is as large as so many last-level caches, and at least `LEAST_READ_BYTES`."""
+"""The buffer is as large as this many last-level caches, and at least `LEAST_READ_BYTES`."""
 GEMM_SIZE, SMALL_SIZE = 2048, 256
 READS = 5
 SLOW_SECONDS = 2.0
@@ -39,8 +39,8 @@ SLOW_SECONDS = 2.0
 
 @dataclass(frozen=True, slots=True)
 class Gemm:
-    """Square products of `GEMM_SIZE`, by a library; of `SMALL_SIZE` where one of those would take
-    SLOW_SECONDS: torch multiplies bfloat16 in loops where the processor has no instructions for it.
+    """Rate of a library's square products of `GEMM_SIZE`, or of `SMALL_SIZE` if a large one would
+    take SLOW_SECONDS: torch multiplies bfloat16 in loops on processors without instructions for it.
     """
 
     dtype: str
@@ -50,7 +50,7 @@ class Gemm:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """One reading. `missing`: why there are no rates of other dtypes, or none."""
+    """One reading. `missing`: reason why rates of other dtypes are missing, if they are."""
 
     read_gbs: float
     read_bytes: int
@@ -58,12 +58,12 @@ class Limits:
     missing: str | None = None
 
     def gflops(self, dtype: str) -> float | None:
-        """The fastest library's."""
+        """Rate of the fastest library for `dtype`; None if there is none."""
         return max((gemm.gflops for gemm in self.gemms if gemm.dtype == dtype), default=None)
 
 
 def read_limits(threads: int, read_bytes: int | None = None) -> Limits:
-    """Read the limits in a fresh process; the best of a few runs each."""
+    """Measure the limits in a new process; each is the best of a few runs."""
     command = [sys.executable, "-m", "kvgraph.bench.limits", str(threads)]
     command.append(str(read_bytes or buffer_bytes()))
     done = subprocess.run(
@@ -76,20 +76,21 @@ def read_limits(threads: int, read_bytes: int | None = None) -> Limits:
 
 
 def buffer_bytes() -> int:
-    """Large enough to leave every cache, as a server's hold hundreds of MB; a quarter of the memory
-    at most."""
+    """Bytes of the buffer: larger than all caches, which have hundreds of MB in servers, but at
+    most a quarter of the memory, unless that is below LEAST_READ_BYTES."""
     return max(LEAST_READ_BYTES, min(CACHES * last_level_cache(), memory() // 4))
 
 
 def reader(size: int, threads: int, workers: ThreadPoolExecutor) -> Callable[[], object]:
-    """Reads `size` bytes of one buffer, an equal share on every thread.
+    """Return a function that reads `size` bytes of one buffer, an equal share on every thread.
 
-    By the largest of int32 elements: of NumPy's reductions it keeps one core closest to its
-    memory's speed (a float32 sum reaches 60 % of that). The memory is written first, as what was
-    not is one page of zeros in a cache: each part in a thread of its own, near which it then lies.
+    It takes the maximum of int32 elements: of NumPy's reductions this comes closest to the memory's
+    speed on one core (a float32 sum reaches 60 % of it). The memory is written first, since
+    unwritten memory is one cached page of zeros. Each part is written by its own thread, so that it
+    is in memory near that thread.
     """
     parts = np.array_split(np.empty(size // 4, np.int32), threads)
-    together = threading.Barrier(threads)  # else the first threads would fill several parts
+    together = threading.Barrier(threads)  # otherwise one thread could fill several parts
 
     def fill(part: NDArray[np.int32]) -> None:
         together.wait()
@@ -102,7 +103,7 @@ def reader(size: int, threads: int, workers: ThreadPoolExecutor) -> Callable[[],
 
 
 def best_seconds(call: Callable[[], object], repeats: int = READS) -> float:
-    """Of the calls behind a first one."""
+    """Least seconds of a call, out of `repeats` calls after a first one."""
     call()
     times = []
     for _ in range(repeats):

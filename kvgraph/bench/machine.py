@@ -1,4 +1,4 @@
-"""The machine that figures are from: its processors, memory and load."""
+"""The machine of a run: its processors, memory and load."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ CGROUP = Path("/sys/fs/cgroup/memory.max")
 
 
 def check_threads(threads: int | None) -> int:
-    """`threads`, or the default of a session; RequestError beyond the processors that this process
-    may use."""
+    """Return `threads`, or a session's default for None; RequestError if it is more than the
+    processors that this process may use."""
     most = len(processors())
     if threads is None:
         return default_threads()
@@ -27,14 +27,14 @@ def check_threads(threads: int | None) -> int:
 
 
 def thread_environment(threads: int) -> dict[str, str]:
-    """This process's environment, with the thread counts that libraries read at their start."""
+    """This process's environment, with the variables from which libraries read thread counts."""
     names = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
     return dict(os.environ) | dict.fromkeys(names, str(threads))
 
 
 def last_level_cache(topology: Path = TOPOLOGY) -> int:
-    """Bytes of the largest caches of the processors that this process may run on, those that
-    several share once; 0 where the system does not say."""
+    """Bytes of the last-level caches of the processors that this process may use; a shared cache
+    counts once. 0 if the system does not say."""
     found: dict[str, int] = {}
     for number in processors():
         if caches := _caches(topology / f"cpu{number}"):
@@ -44,7 +44,7 @@ def last_level_cache(topology: Path = TOPOLOGY) -> int:
 
 
 def _caches(processor: Path) -> list[tuple[int, str]]:
-    """Bytes of each cache of a processor, and the processors that share it."""
+    """Size in bytes of each cache of a processor, and the processors that share it."""
     found = []
     for path in processor.glob("cache/index*/size"):
         text = path.read_text().strip()
@@ -55,7 +55,7 @@ def _caches(processor: Path) -> list[tuple[int, str]]:
 
 
 def memory(limit: Path = CGROUP) -> int:
-    """Bytes of the machine, or of the container where that has fewer."""
+    """Bytes of memory of the machine, or of the container if its limit is lower."""
     whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     try:
         return min(whole, int(limit.read_text()))
@@ -64,7 +64,7 @@ def memory(limit: Path = CGROUP) -> int:
 
 
 def describe() -> dict[str, object]:
-    """Plain data: model and flags of the processor, memory in bytes, system, Python."""
+    """The machine as plain data: processor and its flags, bytes of memory, system, Python."""
     fields = first_processor()
     return {
         "processor": fields.get("model name") or platform.processor() or platform.machine(),
@@ -78,5 +78,5 @@ def describe() -> dict[str, object]:
 
 
 def load_average() -> float:
-    """Processes that ran or wanted to, over the last minute."""
+    """Average number of running or runnable processes over the last minute."""
     return os.getloadavg()[0]

@@ -50,17 +50,17 @@ def load(job: JsonObject) -> tuple[Any, JsonObject]:
 
 
 def pool_dtype(artifact: Artifact) -> str:
-    """The stored type of the pool; of several, all."""
+    """The stored dtype of the pool; several dtypes are joined by "+"."""
     leaves = artifact.params().leaves.values()
     return "+".join(dict.fromkeys(leaf.pool_dtype for leaf in leaves))
 
 
 def pool_pages(artifact: Artifact, rows: list[int], spare: int | None = None) -> int | None:
-    """Pages for rows of so many tokens at once; None where the cache has no pages.
+    """Number of pages for rows of these many tokens at once; None if the cache has no pages.
 
-    `spare`: prefixes stay from run to run, of so many new tokens. A row computes the end of its
-    prompt and its new tokens again. The run before leaves its pages there, which would else be
-    taken from prompts that the next rows look up.
+    `spare`: new tokens of a row if prefixes stay cached from run to run. A row computes the end of
+    its prompt and its new tokens again, while the pages of the previous run are still cached; the
+    extra pages keep the prompts of the next rows from being evicted.
     """
     params = artifact.params()
     if isinstance(params, KVCacheParams) and params.cache_strategy is not KVCacheStrategy.PAGED:

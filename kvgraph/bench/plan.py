@@ -1,4 +1,4 @@
-"""What a run measures: engines, cases, and the job of each. All that can be refused, is here."""
+"""Plan of a run: engines, cases, and the job of each. Every argument is checked here."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from kvgraph.runtime.sessions.base import Session
 
 OURS = Path(__file__).with_name("ours.py")
 FIRST_PROMPT_TOKENS = 16
-"""Of the prompt whose first token ends a cold start."""
+"""Tokens of the prompt that is used to measure the start to the first token."""
 SECONDS_TO_ANSWER = 120.0
 
 FIND_MODULES = """
@@ -43,8 +43,9 @@ print(json.dumps([name for name in sys.argv[1:] if not found(name)]))
 
 @dataclass(frozen=True, slots=True)
 class BenchPlan:
-    """Engines in the order in which they run; `counts` of those that are ours, by name; none of
-    several ranks, of which each has a part of the weights: they have no shares of the limits."""
+    """Plan of a run. `engines`: in the order in which they run. `counts`: of artifacts by name;
+    artifacts of several ranks have none, since each rank has a part of the weights, and so no
+    shares of the limits."""
 
     settings: Settings
     cases: list[Case]
@@ -61,11 +62,11 @@ def make_plan(
     model: Path | None = None,
     work: Path,
 ) -> BenchPlan:
-    """Engines and cases of a run; reads manifests, asks the peers' interpreters, measures nothing.
+    """Plan a run: read manifests and check the peers' interpreters, without measuring.
 
-    `peers` are texts NAME[:CLASS[+CLASS]]=PYTHON, `model` is their Hugging Face folder, `work`
-    where they keep it in formats of their own. RequestError, ArtifactError, ModelError or
-    MissingDependencyError names what does not fit.
+    `peers`: texts NAME[:CLASS[+CLASS]]=PYTHON. `model`: their Hugging Face folder. `work`: folder
+    for the model in the peers' own formats. RequestError, ArtifactError, ModelError or
+    MissingDependencyError names the argument that does not fit.
     """
     loaded = {name: artifacts.load(folder) for name, folder in _names(folders).items()}
     counts = {name: count(each.folder, each.manifest) for name, each in loaded.items()}
@@ -97,7 +98,7 @@ def make_plan(
 
 
 def _names(folders: Sequence[Path]) -> dict[str, Path]:
-    """Folders by their own names, or by their paths where two have one name."""
+    """Folders by their names, or by their paths if two folders have the same name."""
     if len(set(folders)) < len(folders):
         raise RequestError("artifacts: expected each folder once, got one twice")
     names = [folder.resolve().name for folder in folders]
@@ -106,7 +107,8 @@ def _names(folders: Sequence[Path]) -> dict[str, Path]:
 
 
 def _common_model(loaded: dict[str, Artifact]) -> Manifest:
-    """The first manifest; all must be for the CPU, and of one model as far as they say."""
+    """The first manifest; RequestError unless all are for the CPU and of one model, by the fields
+    that they have."""
     first = next(iter(loaded.values())).manifest
     known = _known_of(first)
     for each in loaded.values():
@@ -124,9 +126,9 @@ def _common_model(loaded: dict[str, Artifact]) -> Manifest:
 
 
 def _known_of(manifest: Manifest) -> dict[str, int | str]:
-    """What a manifest says of its model, by the names of config.json.
+    """Fields of a manifest's model, by their names in config.json.
 
-    The artifact of a module has the name of a class, as Python writes it, and no model_type.
+    The architecture of a module's artifact is the name of a Python class and no model_type.
     """
     model = manifest.model
     known: dict[str, int | str] = {
@@ -137,15 +139,15 @@ def _known_of(manifest: Manifest) -> dict[str, int | str]:
 
 
 def _session_step_tokens(manifest: Manifest) -> int:
-    """Of the default session of an artifact for the CPU; nothing is opened."""
+    """Most tokens of a step in the default session for the CPU; no session is opened."""
     runner = find_backend(manifest.backend).targets["cpu"].sessions[0]
     found: int = getattr(imported(runner.entry), "step_tokens", Session.step_tokens)
     return found
 
 
 def _versions(backend: str) -> dict[str, str]:
-    """kvgraph's and the installed one of what runs the backend: 3 MB, so not in the engine's own
-    process."""
+    """Versions of kvgraph and of the backend's packages. They are read here and not in the
+    engine's process, where that would take 3 MB."""
     found = {"kvgraph": metadata.version("kvgraph")}
     for package in find_backend(backend).packages:
         with suppress(metadata.PackageNotFoundError):
@@ -154,8 +156,8 @@ def _versions(backend: str) -> dict[str, str]:
 
 
 def _checkpoint(model: Path | None, manifest: Manifest) -> Path:
-    """The folder of --model. What its config.json leaves out, transformers' defaults, is not
-    compared; `first_ids` of the engines are (see table.py)."""
+    """Check and return the folder of --model. Fields that its config.json leaves to transformers'
+    defaults are not compared; the engines' `first_ids` are compared instead (see table.py)."""
     if model is None:
         raise RequestError("model: expected a Hugging Face folder for --peers, got none")
     path = model / "config.json"
@@ -169,7 +171,7 @@ def _checkpoint(model: Path | None, manifest: Manifest) -> Path:
     text, where = (nested, "text_config: ") if isinstance(nested, dict) else (config, "")
     for name, expected in _known_of(manifest).items():
         got = text.get(name)
-        if got not in (None, expected) and f"{got}_text" != expected:  # its text part alone
+        if got not in (None, expected) and f"{got}_text" != expected:  # only its text part
             raise RequestError(
                 f"{path}: {where}{name}: expected {expected} as the artifact has, got {got}"
             )
@@ -179,7 +181,8 @@ def _checkpoint(model: Path | None, manifest: Manifest) -> Path:
 def _peer_engines(
     text: str, classes: Sequence[str], model: Path, job: JsonObject
 ) -> list[EngineSpec]:
-    """One for each class of precision: those named, or those of the artifacts that it can run."""
+    """One EngineSpec per class of precision: the named classes, or the artifacts' classes that the
+    peer can run."""
     left, equals, python = text.partition("=")
     name, colon, wanted = left.partition(":")
     if not (equals and python):
@@ -220,7 +223,8 @@ def _peer_engines(
 
 
 def _check_interpreter(name: str, python: str, needs: dict[str, str]) -> None:
-    """RequestError without an interpreter, MissingDependencyError without the engine's packages."""
+    """Raise RequestError without an interpreter, MissingDependencyError without the engine's
+    packages."""
     command = [python, "-c", FIND_MODULES, *needs]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS_TO_ANSWER)
@@ -243,8 +247,8 @@ def _check_interpreter(name: str, python: str, needs: dict[str, str]) -> None:
 
 
 def _job(settings: Settings, cases: Sequence[Case], manifest: Manifest, work: Path) -> JsonObject:
-    """What all engines get. `rows`: tokens of each row, longest first, that hold every case;
-    `new_tokens`: most of any.
+    """The job of all engines. `rows`: tokens of each row, longest first, so that every case fits.
+    `new_tokens`: most of any case.
     """
     model = manifest.model
     lengths = [
@@ -284,10 +288,10 @@ def _job(settings: Settings, cases: Sequence[Case], manifest: Manifest, work: Pa
 
 
 def cache_bytes(job: JsonObject, precision: str) -> int:
-    """Of a cache for all rows, in float32 for its class and in 16 bits for the others."""
+    """Bytes of a cache for all rows: float32 for class fp32, 16 bits for all others."""
     return int(job["cache_elements"]) * (4 if precision == "fp32" else 2)
 
 
 def engine_job(plan: BenchPlan, spec: EngineSpec) -> JsonObject:
-    """The job of one engine."""
+    """The job of one engine: the plan's job, with its `cache_bytes`."""
     return plan.job | {"cache_bytes": cache_bytes(plan.job, spec.precision)}

@@ -1,4 +1,4 @@
-"""Decode throughput over batch and over context, as an SVG or PNG picture."""
+"""Plot of decode throughput over batch and over context, as an SVG or PNG picture."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 SUFFIXES = {".svg": "Creator", ".png": "Software"}
-"""Kinds of files, and the field in which each says who made it."""
+"""Suffixes of files, and the metadata field of each for the program that made it."""
 
 MAKER = "kvgraph bench"
 
 
 def check_plot(path: Path) -> None:
-    """RequestError for another kind of file, or one that is not of an earlier run;
+    """Raise RequestError for another suffix, or a file that is not from an earlier run, and
     MissingDependencyError without matplotlib."""
     if path.suffix not in SUFFIXES:
         raise RequestError(f"plot: expected a file {' or '.join(SUFFIXES)}, got {path}")
@@ -36,7 +36,8 @@ def check_plot(path: Path) -> None:
 
 
 def write_plot(report: Report, path: Path) -> None:
-    """Two panels with one line an engine: batch at the prompt's length, context at one batch."""
+    """Write a picture of two panels with one line per engine: decode over batch at one prompt
+    length, and decode over context at one batch."""
     from matplotlib.figure import Figure as Picture
 
     settings, cases = report.plan.settings, {case.name: case for case in report.plan.cases}

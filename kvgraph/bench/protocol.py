@@ -1,17 +1,18 @@
-"""What every engine is asked, token by token: cases and prompts, from settings and a seed.
+"""The protocol of all engines: cases and prompts, from settings and a seed.
 
-Greedy, end tokens ignored, the same token ids for every engine, prefix caching off unless it is
-asked for: then a case's warm-up leaves its prompts in the cache, and there is no prefill figure and
-no ragged case; decode behind long prompts is measured without computing them again. t(n): seconds
-until B rows have n new tokens each. Of a case with P tokens of prompt a row and N new ones:
+Decoding is greedy and ignores end tokens, and all engines get the same token ids. Prefix caching is
+off by default. With it a case's warm-up leaves its prompts in the cache, so that decode after long
+prompts is measured without computing them again; there is no prefill figure and no ragged case.
+t(n): seconds until B rows have n new tokens each. For a case with P prompt tokens per row and N new
+tokens:
 
     prefill tokens/s = B * P / t(1)
     decode tokens/s  = B * (N - L) / (t(N) - t(L))      both of one repeat
     ragged tokens/s  = requests * N / t(N)              requests submitted together
 
-L, the lead, is the most tokens that the first row has when the last row gets its first one: 1 where
-all prompts fit into a step. Up to t(L) and from there on, rows begin and end alike, so t(N) - t(L)
-is N - L steps of all B rows. N is L - 1 more than the new tokens that were asked for.
+L, the lead, is the most tokens that the first row has when the last row gets its first token; it is
+1 if all prompts fit into one step. Runs to t(L) and to t(N) begin and end in the same way, so
+t(N) - t(L) is N - L steps of all B rows. N is L - 1 more than the requested new tokens.
 """
 
 from __future__ import annotations
@@ -29,21 +30,21 @@ from kvgraph.errors import RequestError
 Kind = Literal["batch", "context", "ragged"]
 
 NAMES: Mapping[Kind, str] = {"batch": "prompt", "context": "context", "ragged": "requests"}
-"""Kind of a case -> the setting that its prompts come from."""
+"""The setting from which prompts come, by kind of case."""
 
 MOST_ROWS = MAX_EXTENTS[BATCH_SIZE]
-"""Of a step."""
+"""Most rows of a step."""
 MOST_REQUESTS = 1 << 16
-"""Ragged ones, whose prompts are all in memory."""
+"""Most ragged requests, since all their prompts are in memory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """What is measured. `contexts` are prompts in tokens, at the largest batch.
+    """Settings of a run. `contexts`: lengths of prompts in tokens, at the largest batch.
 
-    Ragged requests have prompts of `prompt / 2` to `prompt * 3 / 2` tokens. `step_tokens` bounds
-    the new tokens of a step, in every engine that has such a setting; artifacts keep to their
-    session's own where that is fewer. A step has room for a token of each row in any case.
+    Ragged requests have prompts of `prompt / 2` to `prompt * 3 / 2` tokens. `step_tokens`: most new
+    tokens of a step, in every engine with such a setting; artifacts use their session's bound if it
+    is lower. A step always has room for one token of each row.
     """
 
     threads: int
@@ -77,7 +78,7 @@ class Settings:
 
     @property
     def ragged(self) -> int:
-        """Requests of the ragged case; 0: it is not run."""
+        """Number of requests of the ragged case; 0 if it is not run."""
         return 0 if self.prefix_caching else self.requests
 
 
@@ -88,14 +89,14 @@ QUICK: JsonObject = {
     "requests": 8,
     "repeats": 5,
 }
-"""`--quick`: for a look, not for a table."""
+"""Settings of `--quick`, for a first look and not for published figures."""
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """Prompts of `lengths` tokens together, `new_tokens` more of each, `repeats` times.
+    """One case: prompts of `lengths` tokens together, `new_tokens` more of each, `repeats` times.
 
-    `prefills`: t(1) is the time of whole prompts. `lead`: L of above.
+    `prefills`: whether t(1) is the time of whole prompts. `lead`: L of the module's formulas.
     """
 
     name: str
@@ -112,14 +113,14 @@ class Case:
 
     @property
     def tokens(self) -> int:
-        """Of all rows at their longest: what a pool must hold."""
+        """Tokens of all rows at their longest, which a pool must hold."""
         return sum(self.lengths) + self.batch * self.new_tokens
 
 
 def plan_cases(settings: Settings, step_tokens: int) -> list[Case]:
-    """Batches at the prompt's length, contexts at the largest batch, then the ragged requests.
+    """Cases: batches at the prompt's length, contexts at the largest batch, then ragged requests.
 
-    `step_tokens`: new tokens of a step, in the engine that has the fewest.
+    `step_tokens`: new tokens of a step, in the engine with the lowest bound.
     """
     n, repeats, prompt = settings.new_tokens, settings.repeats, settings.prompt
     most = max(settings.batches)
@@ -142,9 +143,9 @@ def plan_cases(settings: Settings, step_tokens: int) -> list[Case]:
 
 
 def lead_tokens(rows: int, prompt: int, step_tokens: int) -> int:
-    """L of above, for `rows` prompts of `prompt` tokens; `step_tokens` are at least `rows`.
+    """L of the module's formulas, for `rows` prompts of `prompt` tokens; `step_tokens >= rows`.
 
-    Prompts are computed in turn, next to a token of each row that has its first one.
+    Prompts are computed in turn, with one token of each row that has its first token already.
     """
     tokens = steps = 0
     for begun in range(rows):  # rows that have their first token
@@ -155,7 +156,7 @@ def lead_tokens(rows: int, prompt: int, step_tokens: int) -> int:
 
 
 def check_lengths(settings: Settings, cases: Sequence[Case], max_seq_len: int) -> None:
-    """RequestError naming the setting whose prompts leave no room for the new tokens."""
+    """Raise RequestError, with the setting's name, if prompts leave no room for new tokens."""
     for case in cases:
         name, what, tokens = NAMES[case.kind], "", max(case.lengths)
         if case.kind == "ragged":
@@ -169,9 +170,10 @@ def check_lengths(settings: Settings, cases: Sequence[Case], max_seq_len: int) -
 
 
 def make_prompts(case: Case, vocab_size: int, bos: int | None, seed: int) -> list[list[int]]:
-    """Token ids of every row: `bos` if the model has one, then draws from the vocabulary's middle.
+    """Token ids of every row: `bos` if the model has one, then random ids.
 
-    Its ends hold special tokens. Equal arguments give equal ids on every machine.
+    They are from the middle of the vocabulary, since its ends hold special tokens. Equal arguments
+    give equal ids on every machine.
     """
     low, high = vocab_size // 8, vocab_size - vocab_size // 8
     rows = []

@@ -1,4 +1,4 @@
-"""The run itself: limits, engine, limits, engine, ..., limits; then everything as plain data."""
+"""Run a plan: limits, engine, limits, engine, ..., limits; and report all of it as plain data."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Progress = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What was measured. `loads`: the machine's load before the run and after it."""
+    """Results of a run. `loads`: load averages of the machine before and after the run."""
 
     plan: BenchPlan
     machine: dict[str, object]
@@ -34,7 +34,7 @@ class Report:
 
     @property
     def failed(self) -> list[EngineResult]:
-        """Of ours: a peer that fails is a line of the table, and no more."""
+        """Results of artifacts that failed; a peer that fails is only a line of the table."""
         return [result for result in self.results if result.ours and result.error]
 
 
@@ -64,7 +64,7 @@ def _show(progress: Progress, name: str, stage: str) -> None:
 
 
 def report_data(report: Report) -> dict[str, object]:
-    """Everything, for a program: settings, machine, every repeat's seconds, every reading."""
+    """The whole report as plain data: settings, machine, seconds of every repeat, every reading."""
     plan = report.plan
     return {
         "schema_version": SCHEMA_VERSION,
@@ -87,7 +87,7 @@ def report_data(report: Report) -> dict[str, object]:
 
 
 def is_report(path: Path) -> bool:
-    """Whether a file holds what `report_data` gives, of any version."""
+    """Whether a file holds a report of `report_data`, of any version."""
     try:
         data = json.loads(path.read_bytes())
     except (ValueError, RecursionError):

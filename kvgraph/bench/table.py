@@ -1,4 +1,4 @@
-"""A report on the screen: figures, engines, limits. Fits 100 columns."""
+"""Print a report: figures, engines, limits. It fits 100 columns."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ GIB = 1 << 30
 MIB = 1 << 20
 
 BUSY = 0.5
-"""Load average before a run beyond which other work was there."""
+"""Load average before a run above which the machine had other work."""
 UNSTEADY = 1.25
-"""Most that the read limit of a machine left alone moves."""
+"""Largest ratio of two read limits on an idle machine."""
 
 
 def print_report(report: Report, console: Console) -> None:
-    """Figures first; then what each engine is and what it took, and what the machine can do."""
+    """Print the figures, then the engines with their start times and memory, then the limits."""
     if report.figures:
         console.print(_figures(report))
     console.print(_engines(report))
@@ -32,7 +32,7 @@ def print_report(report: Report, console: Console) -> None:
 
 
 def _figures(report: Report) -> Table:
-    """A section for each kind of figure: its name, then a line for each engine."""
+    """Table with a section for each kind of figure: its name, then a line for each engine."""
     s = report.plan.settings
     table = _table(
         f"Tokens/s: median and best of {s.repeats}, {s.new_tokens} new tokens, {s.threads} "
@@ -98,7 +98,7 @@ def _what(result: EngineResult) -> str:
 
 
 def _footnotes(report: Report) -> list[str]:
-    """Where a figure has a limit: decode's is the memory's, prefill's that of matrix products."""
+    """Lines below the tables: definitions, limits of the machine, and doubts about the figures."""
     readings, machine = report.readings, report.machine
     reads = [each.read_gbs for each in readings]
     lines = [
@@ -136,7 +136,8 @@ def _footnotes(report: Report) -> list[str]:
 
 
 def _doubts(results: Sequence[EngineResult]) -> list[str]:
-    """A line for each engine that agrees with the first of its class in no case's first token."""
+    """A line for each engine whose first token differs in every case from the first engine's of
+    its class."""
     lines = []
     firsts: dict[str, tuple[str, dict[str, int]]] = {}
     for result in results:

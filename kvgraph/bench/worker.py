@@ -1,14 +1,14 @@
-"""The measuring side of the protocol: run as a script by the interpreter of each engine.
+"""Worker that measures one engine, run as a script by the engine's interpreter.
 
     python worker.py JOB.json
 
 Standard library only, Python 3.9 or newer: a peer's interpreter has no kvgraph. An adapter (a file
 of peers/) has `load(job)`, which returns `generate(prompts, new_tokens) -> new ids of each row` and
-a dictionary about the engine; and, where needed, `environment(job)` and `prepare(job)`, which
-returns None or what is to be made here: a folder, the name of the tool that makes it, and the
-tool's command up to its last argument, the folder.
+a dictionary about the engine. It may have `environment(job)`, and `prepare(job)`, which returns
+None or a folder to make, the name of the tool that makes it, and the tool's command without its
+last argument, the folder.
 
-Events are JSON lines on stdout; whatever the engine prints goes to stderr.
+Events are JSON lines on stdout; all output of the engine goes to stderr.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ Say = Callable[..., None]
 WARM_UP_TOKENS = 2
 
 SOURCE = "kvgraph-bench-source"
-"""File of a folder that a peer's tool made: the digest of the checkpoint that it was made of."""
+"""File, in a folder that a peer's tool made, with the digest of the converted checkpoint."""
 
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth")
-"""How names of a checkpoint's weights end."""
+"""Suffixes of the names of a checkpoint's weights."""
 
 
 def main() -> None:
@@ -49,14 +49,14 @@ def main() -> None:
 
     with open(sys.argv[1], encoding="utf-8") as file:
         job = json.load(file)
-    # Files next to this one would hide packages of their names.
+    # Files next to this one would hide packages with the same names.
     here = os.path.dirname(os.path.abspath(__file__))
     sys.path[:] = [path for path in sys.path if os.path.abspath(path) != here]
     try:
         adapter = read_adapter(job["adapter"])
         phase = {"prepare": prepare, "measure": measure}[job["phase"]]
         phase(job, adapter, say)
-    except Exception as error:  # an engine's own, whatever it is: one line of the table
+    except Exception as error:  # any error of an engine becomes one line of the table
         traceback.print_exc()
         say("error", message=one_line(error))
         sys.exit(1)
@@ -73,7 +73,7 @@ def read_adapter(path: str) -> Any:
 
 
 def prepare(job: JsonObject, adapter: Any, say: Say) -> None:
-    """Bring the model into the engine's own format, where it has one and is not there yet."""
+    """Convert the model to the engine's own format, if it has one and this is not done yet."""
     start = time.perf_counter()
     wanted = adapter.prepare(job) if hasattr(adapter, "prepare") else None
     if wanted is not None:
@@ -82,10 +82,10 @@ def prepare(job: JsonObject, adapter: Any, say: Say) -> None:
 
 
 def make_folder(folder: Path, tool: str, command: list[str], *, partial: Path, source: str) -> None:
-    """Have `command` make a folder that is not there yet, whole or not at all.
+    """Run `command` to make a folder, atomically, if it does not exist.
 
-    `partial` is a folder for it on the way, which the parent removes. `source` says of what model
-    it is made; ValueError for a folder that is there and is not made of it.
+    `partial`: a temporary folder, which the parent process removes. `source`: digest of the
+    checkpoint; ValueError for an existing folder that was made from another one.
     """
     if folder.exists():
         require_source(folder, source)
@@ -101,7 +101,7 @@ def make_folder(folder: Path, tool: str, command: list[str], *, partial: Path, s
 
 
 def require_source(folder: Path, source: str) -> None:
-    """ValueError unless the folder was made of the checkpoint of this digest."""
+    """Raise ValueError unless the folder was made from the checkpoint with this digest."""
     path = folder / SOURCE
     if not path.is_file():
         got = f"one without a file {SOURCE}"
@@ -116,7 +116,7 @@ def require_source(folder: Path, source: str) -> None:
 
 
 def source(model: Path) -> str:
-    """A digest of a checkpoint: its config, and names, sizes and times of its weights."""
+    """Digest of a checkpoint: its config.json, and names, sizes and times of its weights."""
     digest = hashlib.sha256((model / "config.json").read_bytes())
     for path in sorted(model.iterdir()):
         if path.suffix in WEIGHTS:
@@ -126,10 +126,10 @@ def source(model: Path) -> str:
 
 
 def measure(job: JsonObject, adapter: Any, say: Say) -> None:
-    """The first token of a short prompt, then every case."""
+    """Measure the first token of a short prompt, then every case."""
     generate, about = adapter.load(job)
     check(generate([job["first_prompt"]], 1), 1, 1)
-    # A monotonic clock is the system's, not the process's: the parent knows when this one began.
+    # All processes share the monotonic clock, so the parent can subtract the start time.
     say("first_token", at=time.monotonic(), rss_bytes=peak_rss(), about=about)
     for case in job["cases"]:
         try:
@@ -140,8 +140,8 @@ def measure(job: JsonObject, adapter: Any, say: Say) -> None:
 
 
 def time_case(generate: Generate, case: JsonObject, say: Say) -> JsonObject:
-    """Seconds of each repeat: t(1) and t(L) (not of ragged requests) and t(N); the first row's
-    first ids."""
+    """Measure a case: seconds of each repeat, t(1) and t(L) (not for ragged requests) and t(N), and
+    the first row's first ids."""
     prompts, lead, count = case["prompts"], case["lead"], case["new_tokens"]
     say("started", name=case["name"])
     generate(prompts, WARM_UP_TOKENS)
@@ -175,9 +175,9 @@ def check(ids: list[list[int]], rows: int, count: int) -> None:
 
 
 def peak_rss() -> int | None:
-    """Most bytes that were resident, of this process alone; None where the system does not say.
+    """Peak of resident bytes of this process only; None if the system does not say.
 
-    The peak that getrusage tells begins with that of the process that started this one.
+    The peak of getrusage cannot be used: it includes the peak of the parent process.
     """
     try:
         with open("/proc/self/status", encoding="ascii") as file:

@@ -1,1 +1,1 @@
-"""What the compiling and the deploying side agree on: plain data, no framework imported."""
+"""Plain data that the compiling and the deploying side agree on; no framework is imported."""

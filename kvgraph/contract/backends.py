@@ -1,8 +1,8 @@
-"""Backends: what each compiles for, what it writes, and what runs that.
+"""Backends: the targets each compiles for, the files it writes, and the sessions that run them.
 
-Code is named as "module:attribute" and imported when it is used. A package adds a backend by an
-entry point of group `kvgraph.backends`, which has the backend's name and leads to its `Backend`. It
-cannot replace one of `OURS`.
+Code is named as "module:attribute" and imported on first use. A package adds a backend by an entry
+point of group `kvgraph.backends`: it has the backend's name and loads its `Backend`. A package
+cannot replace a backend of `OURS`.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ GROUP = "kvgraph.backends"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Runner:
-    """A session that runs artifacts: `entry(artifact)` makes one.
+    """A session that runs artifacts: `entry(artifact)` makes the session.
 
-    `threads`: it computes on the CPU, and `entry(artifact, num_threads)` makes it.
+    `threads`: the session computes on the CPU, and `entry(artifact, num_threads)` makes it.
     """
 
     name: str
@@ -35,19 +35,19 @@ class Runner:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Support:
-    """How a backend compiles for one kind of target, and runs there.
+    """How a backend compiles for one kind of target and runs on it.
 
-    `lower(traced, folder, **options)` writes the backend's files and returns a `Lowered`. `options`
-    names the keywords that it takes: `archs` of the target, `bounds` of a step (rows, new tokens),
-    `progress`, `weight_bits` of packed weights (16, 8, 4, AS_STORED or None). `sessions`: the
-    default first. `tools`: distributions whose versions decide the files' bytes. `default_because`:
-    why it is the target's default backend; empty for all others.
+    `lower(traced, folder, **options)` writes the backend's files and returns a `Lowered`.
+    `options`: keywords that `lower` takes: `archs` of the target, `bounds` of a step (rows, new
+    tokens), `progress`, `weight_bits` of packed weights (16, 8, 4, AS_STORED or None). `sessions`:
+    the default first. `tools`: distributions whose versions decide the files' bytes.
+    `default_because`: why the backend is the target's default; empty for all other backends.
 
-    `float32`: activations are float32 even where the checkpoint has another dtype. `weightless`:
-    the checkpoint's weights stay on disk until they are written. `ranks`: it compiles for several
-    ranks. `require(plan, archs)` refuses a
-    cache before the model is traced. The check of a compile uses two more: `rewrite(traced)` runs
-    the passes alone, `cut_windows(folder, out, most)` copies an artifact with shorter windows.
+    `float32`: activations are float32 even if the checkpoint has another dtype. `weightless`: the
+    checkpoint's weights stay on disk until they are written. `ranks`: it compiles for several
+    ranks. `require(plan, archs)` rejects unsupported caches before the model is traced. The check
+    of a compile uses two more functions: `rewrite(traced)` only runs the passes, and
+    `cut_windows(folder, out, most)` copies an artifact with shorter windows.
     """
 
     lower: str
@@ -70,11 +70,11 @@ class Support:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Backend:
-    """One backend. `targets`: by kind, cpu or cuda.
+    """One backend. `targets`: its `Support` by kind of target, "cpu" or "cuda".
 
-    `files`: what sessions open; an artifact must have them, with their hashes. Every artifact has
-    `weights.safetensors`. `packages`: distributions that run it. `functional`: its graphs return
-    the cache's buffers. `portable`: it compiles for `cuda:portable`.
+    `files`: files that sessions open; an artifact must have them, with their hashes. Every artifact
+    has `weights.safetensors`. `packages`: distributions that run its artifacts. `functional`: its
+    graphs return the cache's buffers as outputs. `portable`: it compiles for `cuda:portable`.
     """
 
     name: str
@@ -218,14 +218,14 @@ SESSIONS = tuple(
 
 
 def default_backend(kind: str) -> Backend:
-    """The backend of a kind of target where none is asked for."""
+    """The default backend for a kind of target, "cpu" or "cuda"."""
     return next(each for each in OURS if kind in each.targets and each.targets[kind].is_default)
 
 
 def find_backend(name: str, kind: str | None = None) -> Backend:
-    """The backend `name`, of kvgraph or an installed package, that has targets of `kind`.
+    """Return the backend `name`, of kvgraph or an installed package, with targets of `kind`.
 
-    UnsupportedError lists the known ones, or says what is wrong with a package's.
+    UnsupportedError lists the known backends, or says what is wrong with a package's backend.
     """
     found = next((each for each in OURS if each.name == name), None) or _installed(name)
     if found is not None and (kind is None or kind in found.targets):
@@ -239,7 +239,7 @@ def find_backend(name: str, kind: str | None = None) -> Backend:
 
 
 def imported(entry: str) -> Any:
-    """What "module:attribute" names."""
+    """Import and return the object that `entry` names as "module:attribute"."""
     module, _, attribute = entry.partition(":")
     return getattr(import_module(module), attribute)
 
@@ -271,7 +271,7 @@ def _installed(name: str) -> Backend | None:
 
 
 def _entry_points() -> Sequence[EntryPoint]:
-    """Read only for a name that is not ours: that takes tens of milliseconds."""
+    """Entry points of `GROUP`; read only for names outside `OURS`: that takes tens of ms."""
     from importlib.metadata import entry_points
 
     return tuple(entry_points(group=GROUP))

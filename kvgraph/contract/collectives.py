@@ -1,4 +1,4 @@
-"""What the ranks of an artifact exchange in a step: a record of its manifest."""
+"""Collective operations between the ranks of an artifact, as its manifest records them."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Collective:
-    """`count` calls of `op` in a step; of each a rank gives `bytes` bytes per token.
+    """`count` calls of `op` in a step; in each call a rank sends `bytes` bytes per row.
 
-    `rows`: "tokens" of the step, or the "logits" that it computes.
+    `rows`: the rows of a call: the "tokens" of the step, or the "logits" that it computes.
     """
 
     op: str

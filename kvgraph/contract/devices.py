@@ -14,23 +14,23 @@ from kvgraph.errors import DeviceError, UnsupportedError
 CUDA_ARCHS = ("sm_75", "sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120", "sm_121")
 CPU_ISAS = ("avx2", "avx512")
 NEEDED_FLAGS = ("avx2", "bmi2", "f16c", "fma")
-"""What an x86-64 processor must have, as /proc/cpuinfo names it: all native code uses it."""
+"""Flags that an x86-64 processor must have, as /proc/cpuinfo names them: native code needs them."""
 
 PORTABLE = "portable"
-"""Instead of architectures: code that an engine's own compiler finishes where it runs."""
+"""Used instead of architectures: an engine's own compiler finishes the code where it runs."""
 
 
 def code_of(arch: str) -> str:
-    """What Triton makes kernels of `arch` for: "sm_90a" for "sm_90", and so on for newer ones.
+    """Architecture that Triton compiles `arch` for: "sm_90a" for "sm_90", likewise for newer ones.
 
-    Such code runs on that compute capability alone, where "sm_80" runs on any 8.x.
+    Code for "sm_90a" runs on that compute capability only; code for "sm_80" runs on any 8.x.
     """
     number = arch.removeprefix("sm_")
     return f"{arch}a" if number.isdecimal() and int(number) >= 90 else arch
 
 
 class LogicalDevice(NamedTuple):
-    """Where a symbol lives: `HOST`, or (kind, index). Virtual or not makes no difference here."""
+    """Device of a symbol: `HOST`, or (kind, index), the same for virtual and real devices."""
 
     kind: str
     index: int = 0  # type: ignore[assignment]  # hides tuple.index, which is not needed here
@@ -43,7 +43,7 @@ HOST = LogicalDevice("host")
 
 
 def processors() -> list[int]:
-    """Numbers of those that this process may run on; of all, where the system does not say."""
+    """Numbers of the processors that this process may use; all if the system does not say."""
     if hasattr(os, "sched_getaffinity"):
         return sorted(os.sched_getaffinity(0))
     return list(range(os.cpu_count() or 1))
@@ -51,7 +51,7 @@ def processors() -> list[int]:
 
 @cache
 def first_processor(path: Path = Path("/proc/cpuinfo")) -> dict[str, str]:
-    """Fields of the first processor by name; none where the system does not say."""
+    """Fields of the first processor in `path`, by name; empty if the file cannot be read."""
     try:
         text = path.read_text()
     except OSError:
@@ -61,9 +61,9 @@ def first_processor(path: Path = Path("/proc/cpuinfo")) -> dict[str, str]:
 
 
 def require_flags(what: str) -> None:
-    """DeviceError that names `what` where this processor lacks some of NEEDED_FLAGS.
+    """Raise DeviceError, which names `what`, if this processor lacks some of NEEDED_FLAGS.
 
-    One of another architecture, or of a system that does not say, is taken to have them.
+    A processor of another architecture, or of a system that lists no flags, passes the check.
     """
     flags = first_processor().get("flags")
     missing = [] if flags is None else [f for f in NEEDED_FLAGS if f not in flags.split()]
@@ -83,8 +83,8 @@ def parse_logical(text: str) -> LogicalDevice:
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """What code is generated for: `Target.parse("cpu")`, `"cpu:avx512"`, `"cuda:sm_80,sm_90"`, or
-    `"cuda:portable"`, which engines alone are."""
+    """A target of code generation: `Target.parse("cpu")`, `"cpu:avx512"`, `"cuda:sm_80,sm_90"`, or
+    `"cuda:portable"`, which only engines support."""
 
     kind: str
     archs: tuple[str, ...] = ()
@@ -151,7 +151,7 @@ class Device:
 def virtual_devices(target: str, count: int = 1) -> list[Device]:
     """`count` virtual devices of one target: `virtual_devices("cuda:sm_90", 8)`.
 
-    Of a target with several architectures: devices of the first, since a symbol tells none apart.
+    A target with several architectures gives devices of the first: symbols do not depend on it.
     """
     parsed = Target.parse(target)
     arch = parsed.archs[0] if parsed.archs else None

@@ -20,7 +20,7 @@ NUM_STEPS = "num_steps"
 NUM_SLOTS = "num_slots"
 MAX_SEQ_LEN = "max_seq_len"
 ROW_OFFSETS = "batch_size + 1"
-"""The one derived dim: `input_row_offsets` has an entry more than the batch has rows."""
+"""The one derived dim: `input_row_offsets` has one entry more than the batch has rows."""
 
 Array: TypeAlias = npt.NDArray[Any]
 """A host array, of the dtype of its symbol or operand."""
@@ -57,7 +57,7 @@ class TensorType:
 
     @property
     def symbolic_dims(self) -> tuple[str, ...]:
-        """Names of the dims that values resolve, in order, each once: of `batch_size + 1` the
+        """Names of the symbolic dims in order, each once; `batch_size + 1` counts as
         `batch_size`."""
         names = (dim.partition(" + ")[0] for dim in self.shape if isinstance(dim, str))
         return tuple(dict.fromkeys(names))

@@ -1,7 +1,7 @@
-"""Element types: one record of each, with every name that it has elsewhere.
+"""Element types: one record per type, with its name in each framework and file format.
 
-A framework's own object is looked up where the framework is: `getattr(torch, name)`, or the number
-`onnx` of `onnx.TensorProto.DataType`.
+Code that imports a framework looks the framework's object up: `getattr(torch, name)`, or the number
+`onnx` in `onnx.TensorProto.DataType`.
 """
 
 from __future__ import annotations
@@ -15,12 +15,13 @@ import numpy as np
 
 @dataclass(frozen=True, slots=True)
 class DType:
-    """One element type. An empty field: the type has no such name.
+    """One element type; a field is empty if the type has no such name.
 
-    `name`: in torch, in NumPy or ml_dtypes, in manifests and ops. `itemsize` in bytes. `onnx`: in
-    `onnx.TensorProto.DataType`. `code`: in `kvg_dtype` of the C ABI, or 0; codes never change.
-    `short`: as a precision of weights. `triton`: what a kernel's pointer points to. `tensorrt`: in
-    `DataType`. `largest`: the largest magnitude in a quantised pool; 0 for other types.
+    `name`: name in torch, NumPy or ml_dtypes, manifests and ops. `itemsize`: bytes. `onnx`: number
+    in `onnx.TensorProto.DataType`. `code`: number in `kvg_dtype` of the C ABI, or 0; codes never
+    change. `short`: name as a precision of weights. `triton`: element type of a kernel's pointer.
+    `tensorrt`: name in `DataType`. `largest`: largest magnitude in a quantised pool; 0 for other
+    types.
     """
 
     name: str
@@ -36,14 +37,14 @@ class DType:
 
     @property
     def numpy(self) -> np.dtype[Any]:
-        """NumPy's type, or the one that ml_dtypes adds to it."""
+        """The NumPy dtype, or the dtype that ml_dtypes adds to NumPy."""
         import ml_dtypes
 
         return np.dtype(getattr(ml_dtypes, self.name, self.name))
 
     @property
     def plain(self) -> np.dtype[Any]:
-        """NumPy's own type of the same bytes: an integer for what only ml_dtypes has."""
+        """NumPy's own dtype for the same bytes: an integer for types that only ml_dtypes has."""
         return self.numpy if self.numpy.isbuiltin == 1 else np.dtype(f"int{8 * self.itemsize}")
 
 
@@ -54,7 +55,7 @@ ALL = (
     DType("float16",       "float", 2, 10, "F16",     2, "fp16", "fp16", "HALF"),
     DType("bfloat16",      "float", 2, 16, "BF16",    3, "bf16", "bf16", "BF16"),
     DType("int8",          "int",   1, 3,  "I8",      4, "int8", "i8",   "INT8",  127.0),
-    # Kernels decode its bytes, "u8": older architectures have no such type.
+    # Kernels read "u8" and decode the bytes: older architectures have no such type.
     DType("float8_e4m3fn", "float", 1, 17, "F8_E4M3", 5, "",     "u8",   "FP8",   448.0),
     DType("int32",         "int",   4, 6,  "I32",     6, "",     "i32",  "INT32"),
     DType("int64",         "int",   8, 7,  "I64"),
@@ -73,20 +74,20 @@ POOLS = (*ACTIVATIONS, *QUANTIZED)
 
 AS_STORED = 0
 WEIGHT_BITS = {"bf16": 16, "int8": 8, "int4": 4, "stored": AS_STORED}
-"""Bits of an element of packed weights, by their name in options and manifests; AS_STORED: each
-layer in the form in which the checkpoint has it."""
+"""Bits per element of packed weights, by the name in options and manifests; AS_STORED: each layer
+keeps the form that it has in the checkpoint."""
 PACKED = {32: "float32", 16: "bfloat16", 8: "int8", 4: "int8"}
-"""Bits of an element of packed weights -> the dtype that holds it; two of 4 bits are an int8."""
+"""The dtype that holds packed weights, by bits per element; one int8 holds two of 4 bits."""
 PACKED_FLOAT8 = "float8_e4m3fn"
 """The dtype that holds packed weights in FP8."""
 WEIGHTS = ("fp32", *WEIGHT_BITS)
-"""What linear layers on a CPU may keep."""
+"""Precisions of the weights of linear layers on a CPU."""
 SMALL_WEIGHTS = ("int8", "int4")
-"""What those of any checkpoint may be rounded to, on a CPU and on a GPU."""
+"""Precisions to which the weights of any checkpoint can be rounded, on a CPU and on a GPU."""
 GPU_WEIGHTS = (*SMALL_WEIGHTS, "stored")
-"""What they may keep on a GPU, besides the activations' dtype."""
+"""Precisions of the weights of linear layers on a GPU, besides the activations' dtype."""
 
 
 def itemsize(dtype: str) -> int:
-    """Bytes of one element."""
+    """Bytes of one element of the type named `dtype`."""
     return DTYPES[dtype].itemsize

@@ -1,4 +1,4 @@
-"""Files that appear whole, names that stay in their folder, and opens that never wait."""
+"""Atomic writes, paths that stay inside their folder, and opens that never block."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from kvgraph.contract.plain import JsonObject
 from kvgraph.errors import ArtifactError, KVGraphError, RequestError
 
 PARTIAL = re.compile(r"\.kvgraph-[0-9a-f]{16}\.partial")
-"""Names of files that are being written; a kill leaves one."""
+"""Pattern of the names of files that are being written; a killed process may leave one."""
 
 NO_ROOM = (errno.EFBIG, errno.ENOSPC, errno.EDQUOT, errno.EIO)
-"""Of a file system that takes no more."""
+"""Error numbers of a file system that takes no more data."""
 
 KINDS = {
     stat.S_IFDIR: "a folder",
@@ -34,11 +34,11 @@ KINDS = {
 
 
 class _WriteError(ArtifactError, OSError):
-    """An OSError too: for callers that can do without the file."""
+    """An ArtifactError that is an OSError too, for callers that can go on without the file."""
 
 
 def as_path(name: str, given: object, error: type[KVGraphError] = ArtifactError) -> Path:
-    """`error` where `given` names no path."""
+    """Return `given` as a Path; raise `error` if it is no path of text."""
     if isinstance(given, str | os.PathLike):
         with suppress(TypeError):  # a path of bytes
             return Path(given)
@@ -47,7 +47,8 @@ def as_path(name: str, given: object, error: type[KVGraphError] = ArtifactError)
 
 @contextmanager
 def naming(path: Path, partial: str = "") -> Iterator[None]:
-    """ArtifactError that names `path` where a write fails that names no file, or `partial`."""
+    """Turn a failed write into an ArtifactError that names `path`: an OSError that names `partial`,
+    or that names no file and has an error number of NO_ROOM."""
     try:
         yield
     except OSError as error:
@@ -59,10 +60,10 @@ def naming(path: Path, partial: str = "") -> Iterator[None]:
 
 @contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
-    """A new file that takes the place of `path` when the scope ends; after an error nothing does.
+    """Write a new file that replaces `path` when the scope ends; an error leaves `path` unchanged.
 
-    It is on the medium before it is seen. Its permissions follow the umask. ArtifactError, which
-    is an OSError too, where it cannot be written.
+    The data is synced to disk before the file is visible. Its permissions follow the umask. Raises
+    ArtifactError, which is an OSError too, if the file cannot be written.
     """
     partial = path.with_name(f".kvgraph-{secrets.token_hex(8)}.partial")
     try:
@@ -78,9 +79,9 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
 
 
 def require_replaceable(path: Path, is_ours: Callable[[Path], bool], what: str) -> None:
-    """RequestError unless `path` can be made: free, or a file that `is_ours`, which is `what`.
+    """Raise RequestError unless `path` can be written: nothing is there, or a file that `is_ours`.
 
-    A link, a pipe or a device at `path` is no file of ours.
+    `what`: describes such a file in the error. A link, a pipe or a device at `path` is refused.
     """
     if not path.parent.is_dir():
         raise RequestError(f"{path}: expected a file in a folder that exists, got none there")
@@ -96,7 +97,7 @@ def require_replaceable(path: Path, is_ours: Callable[[Path], bool], what: str) 
 
 
 def _another(path: Path, is_ours: Callable[[Path], bool]) -> str | None:
-    """What a file is that must be kept; None: ours."""
+    """Description of a file that must be kept; None if it is ours and may be replaced."""
     try:
         return None if is_ours(path) else "another file"
     except OSError:
@@ -104,7 +105,7 @@ def _another(path: Path, is_ours: Callable[[Path], bool]) -> str | None:
 
 
 def require_utf8(path: Path, reader: str) -> None:
-    """ArtifactError for a path of other bytes, which `reader`, a library, does not take."""
+    """Raise ArtifactError for a path that is not UTF-8, which the library `reader` cannot open."""
     try:
         str(path).encode()
     except UnicodeEncodeError:
@@ -114,7 +115,8 @@ def require_utf8(path: Path, reader: str) -> None:
 
 
 def kind_of(path: Path) -> str | None:
-    """What lies at `path`, links not followed; None: nothing. Raises OSError, for a NUL too."""
+    """Kind of the file at `path`, such as "a folder"; None if there is none. Does not follow links.
+    Raises OSError, also for a path with a NUL."""
     try:
         return KINDS[stat.S_IFMT(path.lstat().st_mode)]
     except (FileNotFoundError, NotADirectoryError):
@@ -138,7 +140,7 @@ def _may(folder: Path, mode: int) -> bool:
 
 
 def read_text(path: Path, refusal: type[KVGraphError]) -> str:
-    """The text of a file; `refusal` for one that cannot be read, or is not UTF-8."""
+    """Return the text of a file; raise `refusal` if it cannot be read or is not UTF-8."""
     try:
         with open_regular(path) as file:
             return file.read().decode()
@@ -147,7 +149,7 @@ def read_text(path: Path, refusal: type[KVGraphError]) -> str:
 
 
 def read_fields(path: Path, refusal: type[KVGraphError]) -> JsonObject:
-    """The fields of a JSON file, none where it is missing; `refusal` for one that is damaged."""
+    """Return the fields of a JSON file, {} if it is missing; raise `refusal` if it is damaged."""
     if not path.exists():
         return {}
     try:
@@ -160,7 +162,7 @@ def read_fields(path: Path, refusal: type[KVGraphError]) -> JsonObject:
 
 
 def inside(folder: Path, name: str) -> Path | None:
-    """The path of `name` in `folder`; None where the name, or a link on the way, leads out."""
+    """The path of `name` in `folder`; None if the name, or a link in the path, leads outside."""
     try:
         resolved = (folder / name).resolve()
     except (ValueError, OSError, RuntimeError):  # a NUL, too long a name, links in a circle
@@ -171,11 +173,12 @@ def inside(folder: Path, name: str) -> Path | None:
 
 @contextmanager
 def reading(path: Path, refusal: type[KVGraphError]) -> Iterator[None]:
-    """`refusal` where the system does not give a file that is there: it may be sound."""
+    """Raise `refusal` if the system fails to read an existing file, which may be undamaged."""
     try:
         yield
     except OSError as error:
-        if error.strerror is None or isinstance(error, FileNotFoundError):  # none, or no file
+        # An error without `strerror` comes from this module (`open_regular`).
+        if error.strerror is None or isinstance(error, FileNotFoundError):
             raise
         raise refusal(
             f"{path}: expected a file that can be read, got {error.strerror!r}"
@@ -183,8 +186,8 @@ def reading(path: Path, refusal: type[KVGraphError]) -> Iterator[None]:
 
 
 def open_regular(path: Path) -> BinaryIO:
-    """A regular file for reading, links followed. OSError for what is none; a pipe is not waited
-    for."""
+    """Open a regular file for reading; links are followed. Raises OSError for any other kind of
+    file; a pipe does not block."""
     file = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     kind = KINDS[stat.S_IFMT(os.fstat(file).st_mode)]
     if kind != "a file":

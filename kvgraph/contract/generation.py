@@ -1,6 +1,6 @@
-"""How a checkpoint's authors sample its text: the fields of generation_config.json that say it.
+"""A checkpoint's default sampling: the fields of generation_config.json that set it.
 
-A field that is not there has no effect, as in vLLM; transformers takes a top_k of 50 then.
+A missing field has no effect, as in vLLM; transformers uses a top_k of 50 then.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ GENERATION = "generation_config.json"
 
 GREEDY_TOO: dict[str, object] = {"repetition_penalty": 1}
 SAMPLED: dict[str, object] = {"top_k": 0, "top_p": 1, "min_p": 0}
-"""Fields that SamplingParams have too, and their value without effect."""
+"""Fields that SamplingParams have too, each with the value that has no effect."""
 
 
 def suggested(config: Mapping[str, object]) -> JsonObject:
-    """Fields of SamplingParams that `config` asks for. Without `do_sample` it asks for greedy text,
-    whatever its temperature; with it the default is 1."""
+    """Fields of SamplingParams that `config` sets. Without `do_sample` the text is greedy, at any
+    temperature; with `do_sample` the temperature's default is 1."""
     if not config.get("do_sample"):
         return _with_effect(config, GREEDY_TOO)
     temperature = config.get("temperature")
@@ -27,7 +27,7 @@ def suggested(config: Mapping[str, object]) -> JsonObject:
         **_with_effect(config, GREEDY_TOO | SAMPLED),
     }
     top_k = found.get("top_k")
-    if top_k == -1:  # vLLM's word for all
+    if top_k == -1:  # in vLLM: all tokens
         del found["top_k"]
     elif isinstance(top_k, float) and top_k.is_integer():
         found["top_k"] = int(top_k)

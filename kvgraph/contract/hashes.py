@@ -1,4 +1,4 @@
-"""Size and hashes of an artifact's files: made at compile, compared before they are used."""
+"""Sizes and hashes of an artifact's files: computed at compile, checked before use."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from kvgraph.progress import Advance, task
 
 CHUNK_BYTES = 16 << 20
 PIECE_BYTES = 256 << 10
-"""Read at once: whole chunks, one for each thread, stay resident in the process that runs on."""
+"""Bytes of one read. Whole chunks, one for each thread, would stay in the process's memory."""
 
 
 @dataclass(frozen=True, slots=True)
 class FileEntry:
-    """One file: bytes, and SHA-256 of each chunk of `CHUNK_BYTES` (the last one may be short)."""
+    """Bytes of a file, and SHA-256 of each chunk of `CHUNK_BYTES`; the last one may be short."""
 
     size: int
     chunks: list[str]
@@ -33,7 +33,7 @@ def hash_file(path: Path, advance: Advance | None = None) -> FileEntry:
 
 
 def hash_files(folder: Path, names: Iterable[str]) -> dict[str, FileEntry]:
-    """Entries of `names`, sorted by name, chunks in parallel."""
+    """Entries of the files `names`, sorted by name; chunks are hashed in parallel."""
     paths = {name: folder / name for name in sorted(names)}
     total = sum(path.stat().st_size for path in paths.values())
     with task("hashing", total, "bytes") as advance, ThreadPoolExecutor() as pool:
@@ -43,7 +43,7 @@ def hash_files(folder: Path, names: Iterable[str]) -> dict[str, FileEntry]:
 def _entry(
     path: Path, each: Callable[..., Iterable[tuple[str, int]]], advance: Advance | None
 ) -> FileEntry:
-    """`each` is a form of `map`."""
+    """Size and chunk hashes of one file. `each`: `map`, or a thread pool's `map`."""
     size, chunks = path.stat().st_size, []
     for found, nbytes in each(partial(_hash_chunk, path), range(ceildiv(size, CHUNK_BYTES))):
         chunks.append(found)
@@ -53,7 +53,7 @@ def _entry(
 
 
 def _hash_chunk(path: Path, index: int) -> tuple[str, int]:
-    """SHA-256 and bytes of a file's `CHUNK_BYTES` at `index`, or of what it has of them."""
+    """SHA-256 and number of bytes of the file's chunk `index`; the last chunk may be short."""
     digest, piece, nbytes = hashlib.sha256(), memoryview(bytearray(PIECE_BYTES)), 0
     with path.open("rb", buffering=0) as file:
         file.seek(index * CHUNK_BYTES)
@@ -91,7 +91,7 @@ def verify_files(folder: Path, files: Mapping[str, FileEntry]) -> None:
 
 
 def inside_folder(folder: Path, name: str) -> Path:
-    """The path of an artifact's file. ArtifactError where it is outside the folder."""
+    """The path of an artifact's file. Raises ArtifactError if it is outside the folder."""
     path = inside(folder, name)
     if path is None:
         how = ", a link that leads out" if _is_link(folder, name) else ""
@@ -100,7 +100,7 @@ def inside_folder(folder: Path, name: str) -> Path:
 
 
 def _is_link(folder: Path, name: str) -> bool:
-    """Whether an artifact's name that says nothing else is a link, or goes through one."""
+    """Whether `name`, relative and without "..", is a link or goes through one."""
     path = PurePosixPath(name)
     if path.is_absolute() or ".." in path.parts:
         return False
@@ -111,7 +111,7 @@ def _is_link(folder: Path, name: str) -> bool:
 
 
 def _check_chunk(job: tuple[Path, int, str]) -> tuple[str | None, int]:
-    """What is wrong with a chunk, if anything, and its bytes."""
+    """Error text of a chunk, None if it is intact, and the chunk's number of bytes."""
     path, index, expected = job
     found, nbytes = _hash_chunk(path, index)
     if found == expected:

@@ -1,4 +1,4 @@
-"""Runtime values in the order of the symbols: what a manager hands to a session each step."""
+"""Runtime values in the order of the symbols; a manager hands them to a session each step."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from kvgraph.errors import BindingError, RequestError
 class Buffer:
     """Memory that a session allocated, or a dummy: dtype, shape, logical device, opaque handle.
 
-    Equal to itself alone: two buffers are two places.
+    Compared by identity: two buffers are two places in memory.
 
     `handle` is the framework's own object (a NumPy array, a torch tensor), None for a dummy.
     `np.asarray(buffer)` reads a host value.
@@ -37,15 +37,15 @@ class Buffer:
 
 
 Entry: TypeAlias = "Buffer | KVCacheInputs"
-"""What a record or a tree holds under a name."""
+"""Value of a record or a tree under one name."""
 
 
 @runtime_checkable
 class KVCacheInputsInterface(Protocol):
-    """What the values of a single cache and of a tree of them have in common."""
+    """Common interface of the values of a single cache and of a tree of caches."""
 
     def __class_getitem__(cls, item: object) -> GenericAlias:
-        """`KVCacheInputsInterface[Buffer, Buffer]` in an annotation."""
+        """Allow `KVCacheInputsInterface[Buffer, Buffer]` in annotations."""
         return GenericAlias(cls, item)
 
     @property
@@ -56,14 +56,14 @@ class KVCacheInputsInterface(Protocol):
 
 @runtime_checkable
 class KVCacheBufferInterface(Protocol):
-    """The raw pools of one replica, of a single cache or of a tree."""
+    """The raw pools of one replica, for a single cache or a tree of caches."""
 
     @property
     def all_buffers(self) -> list[Buffer]: ...
 
 
 class SessionInterface(Protocol):
-    """The memory of a device as a manager sees it: it asks for buffers and never looks inside."""
+    """Source of a device's memory: a manager allocates buffers from it and never reads them."""
 
     @property
     def identity(self) -> bytes: ...
@@ -72,10 +72,10 @@ class SessionInterface(Protocol):
 
 
 class KVCacheInputs:
-    """A leaf's values: one record per device, replica-major.
+    """Values of one leaf: one record per device, replica-major.
 
-    Base of the records too: a record is a leaf of one device, so its `inputs` is `[itself]`. A
-    dataclass that derives from it is a record of its fields; None stands for an absent one.
+    It is the base class of records too: a record is a leaf of one device, so its `inputs` is
+    `[itself]`. A dataclass that derives from it is a record; a field that is None is absent.
     """
 
     _inputs: Sequence[KVCacheInputs] | None = None  # None: a record
@@ -84,7 +84,7 @@ class KVCacheInputs:
         self._inputs = inputs
 
     def __class_getitem__(cls, item: object) -> GenericAlias:
-        """`KVCacheInputs[Buffer, Buffer]` in an annotation."""
+        """Allow `KVCacheInputs[Buffer, Buffer]` in annotations."""
         return GenericAlias(cls, item)
 
     @property
@@ -92,8 +92,8 @@ class KVCacheInputs:
         return [self] if self._inputs is None else self._inputs
 
     def entries(self) -> Mapping[str, Entry] | Mapping[int, Entry]:
-        """What it holds, by name: a record's fields that are present, a tree's children, or
-        records by their position."""
+        """Present fields of a record by name, children of a tree by name, or records of several
+        devices by position."""
         return _present(self) if self._inputs is None else dict(enumerate(self._inputs))
 
     def flatten(self) -> list[Buffer]:
@@ -112,7 +112,7 @@ class KVCacheInputs:
         return len(self.flatten())
 
     def unflatten(self, values: Sequence[Buffer]) -> KVCacheInputs:
-        """The same nesting over other `values` (BindingError unless as many as `flatten` gives)."""
+        """The same nesting over other `values`; BindingError unless `flatten` returns as many."""
         count = len(self.flatten())
         if len(values) != count:
             raise BindingError(f"unflatten: expected {count} values, got {len(values)}")
@@ -132,7 +132,7 @@ def _replaced(record: KVCacheInputs, values: Iterator[Buffer]) -> KVCacheInputs:
 
 
 def _present(record: KVCacheInputs) -> dict[str, Buffer]:
-    """The fields of a dataclass that are there."""
+    """Fields of a dataclass that are not None, by name; BindingError for any other class."""
     if not is_dataclass(record):
         raise BindingError(
             f"{type(record).__name__}: expected a dataclass of values, got a plain class; "
@@ -251,7 +251,7 @@ class MultiKVCacheInputs(KVCacheInputs):
         return self._like(devices)
 
     def _like(self, devices: Sequence[MultiKVCacheInputs]) -> MultiKVCacheInputs:
-        """The devices' records joined into this tree's nesting."""
+        """Join the trees of single devices into one tree with this tree's nesting."""
         children: dict[str, KVCacheInputs] = {}
         for name, child in self.children.items():
             records = [device.children[name] for device in devices]
@@ -265,7 +265,7 @@ class MultiKVCacheInputs(KVCacheInputs):
 
 
 def join_devices(records: Sequence[KVCacheInputs]) -> KVCacheInputs:
-    """One record per device -> `KVCacheInputs` of a leaf, or the tree of them."""
+    """Join one record per device into the `KVCacheInputs` of a leaf, or into a tree of leaves."""
     first = records[0]
     if not isinstance(first, MultiKVCacheInputs):
         return KVCacheInputs(records)
@@ -276,7 +276,7 @@ def join_devices(records: Sequence[KVCacheInputs]) -> KVCacheInputs:
 
 
 class KVCacheInputsSequence(KVCacheInputs):
-    """The flat nesting of several leaves' values, used by multistep execution."""
+    """Flat sequence of the values of several leaves; multistep execution uses it."""
 
     def __init__(self, kv_cache_inputs: Sequence[KVCacheInputs]) -> None:
         super().__init__(kv_cache_inputs)
@@ -291,10 +291,10 @@ class KVCacheInputsSequence(KVCacheInputs):
 
 @dataclass(frozen=True, slots=True)
 class BatchCharacteristics:
-    """Upper bounds of a batch that every replica follows, so that one captured graph serves them.
+    """Upper bounds of a batch that every replica follows, so that one captured graph serves all.
 
-    `batch_size` rows, `max_prompt_length` new tokens of a row, `max_cache_valid_length` tokens of
-    a row's context (cached + new). RequestError where one is no integer.
+    `batch_size`: rows. `max_prompt_length`: new tokens of a row. `max_cache_valid_length`: tokens
+    of a row's context (cached + new). RequestError if one of them is no integer.
     """
 
     batch_size: int
@@ -310,7 +310,7 @@ class BatchCharacteristics:
 
 @dataclass(slots=True, eq=False)
 class ModelInputs:
-    """A graph's own inputs of one step, int32 on the host. Equal to itself alone.
+    """A graph's own inputs of one step, int32 on the host; compared by identity.
 
     `tokens [total_seq_len]`; `input_row_offsets [batch_size + 1]`: row b owns tokens
     `[offsets[b], offsets[b+1])`; `logits_indices [num_logits]`: rows of `tokens` that get logits.

@@ -1,4 +1,4 @@
-"""The layout in a manifest: plain data, which cache parameters are made of."""
+"""The layout in a manifest: plain data from which cache parameters are made."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Quantization:
-    """Types of a layout's field."""
+    """Types of the fields of a layout's `quantization`."""
 
     dtype: str
     scale_dtype: str
@@ -23,7 +23,7 @@ class Quantization:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Types of the fields of one cache's layout."""
+    """Types of the fields of a single cache's layout."""
 
     dtype: str
     n_kv_heads: int
@@ -40,8 +40,9 @@ class Layout:
 
 
 def require_layout(where: str, layout: Mapping[str, object]) -> KVCacheParamInterface:
-    """What has this layout. ValueError, which ParamsError is too: no cache, nor a tree of them."""
-    from kvgraph.contract.trees import params_from_layout  # only who reads a manifest needs it
+    """Parameters of the cache or tree of caches with this layout. Raises ValueError (ParamsError is
+    one) for any other layout; the message begins with `where`."""
+    from kvgraph.contract.trees import params_from_layout  # only readers of a manifest need it
 
     _require_types(where, layout)
     try:
@@ -51,7 +52,7 @@ def require_layout(where: str, layout: Mapping[str, object]) -> KVCacheParamInte
 
 
 def _require_types(where: str, layout: object) -> None:
-    """Types first: parameters compare what they are given with numbers."""
+    """Raise ValueError for a field of a wrong type: parameters compare fields with numbers."""
     if not isinstance(layout, dict) or not layout:
         raise ValueError(f"{where}: expected a cache, got {layout!r}")
     if any(field.name in layout for field in fields(Layout)):

@@ -1,6 +1,6 @@
-"""The artifact's manifest: what a folder contains, what it binds to, and whether it is intact.
+"""The artifact's manifest: the model, the files with their hashes, and the graph's bindings.
 
-`manifest.json` is written last: a folder with a manifest is complete. A reader refuses with one
+`manifest.json` is written last: a folder with a manifest is complete. A reader's error is one
 sentence that names the file or field and both values. Nothing is unpickled.
 """
 
@@ -29,7 +29,7 @@ from kvgraph.errors import ArtifactError
 MANIFEST_NAME = "manifest.json"
 SCHEMA_VERSION = 2
 NOT_PLAIN = re.compile(r"[\x00-\x1f\x7f-\x9f\ud800-\udfff]")
-"""Control characters, and what UTF-8 lacks: text of a manifest has neither."""
+"""Control characters, and surrogates, which UTF-8 cannot encode: a manifest has neither."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,7 @@ class Binding:
 
 @dataclass(frozen=True, slots=True)
 class LayerRef:
-    """Where a model layer's cache lives: leaf path ("" for a single cache), index in the leaf."""
+    """Place of a model layer's cache: leaf path ("" for a single cache), and index in the leaf."""
 
     leaf: str
     index: int
@@ -64,7 +64,7 @@ class LayerRef:
 
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
-    """What was compiled. `identity` is a hash of weights and graph: equal models, equal pages."""
+    """The compiled model. `identity`: hash of weights and graph; equal models have equal pages."""
 
     architecture: str
     identity: str
@@ -76,7 +76,7 @@ class ModelInfo:
 
 @dataclass(frozen=True, slots=True)
 class PassEntry:
-    """A compiler pass: how often it applied, and why where it did not."""
+    """Result of a compiler pass: how often it applied, and the reasons where it did not."""
 
     name: str
     applied: int
@@ -85,7 +85,7 @@ class PassEntry:
 
 @dataclass(frozen=True, slots=True)
 class ProfileInfo:
-    """An optimisation profile of an engine: dim -> extent, at its least, best and most."""
+    """An optimisation profile of an engine: least, best and largest extent of each dim."""
 
     name: str
     min: dict[str, int]
@@ -95,16 +95,16 @@ class ProfileInfo:
 
 @dataclass(frozen=True, slots=True)
 class EngineInfo:
-    """A TensorRT engine: what built it, what runs it, and what must be given to it.
+    """A TensorRT engine: the library that builds and runs it, and the weights that it needs.
 
-    `module` ("tensorrt_rtx" or "tensorrt") of `version` built it and alone reads it. `archs`: where
-    it runs; none: wherever the module does. `profiles` in the engine's order. `refit`: weights that
-    the engine lacks, by their names in weights.safetensors. `host_code`: the plugins' library is
-    part of the engine, so reading it runs code from it.
+    `module`: "tensorrt_rtx" or "tensorrt", of `version`: it built the engine, and only it can read
+    it. `archs`: architectures that run the engine; empty: all that the module supports. `profiles`:
+    in the engine's order. `refit`: weights that the engine lacks, by their names in
+    weights.safetensors. `host_code`: the plugins' library is part of the engine, so reading the
+    engine runs code from it.
 
-    `version` is empty where nothing has built the engine yet. `names`: what the engine calls the
-    inputs and outputs of the signature, where it has names of its own; a buffer that it writes in
-    place has no output.
+    `version` is empty if the engine is not built yet. `names`: the engine's names of the
+    signature's inputs and outputs, if they differ; a buffer written in place has no output.
     """
 
     module: str
@@ -116,14 +116,15 @@ class EngineInfo:
     names: dict[str, str] = field(default_factory=dict)
 
     def tensor(self, name: str) -> str | None:
-        """The engine's name of an input or output; None: it has no such output."""
+        """The engine's name of an input or output; None if the engine has no such output."""
         return self.names.get(name) if self.names else name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExecutedKernel:
-    """What a kernel of `file` did as PTX on a CPU, in `steps` small steps whose results were right:
-    32-byte sectors of global memory, passes of shared memory, and the fewest of both."""
+    """Memory traffic of the kernel in `file`, executed as PTX on a CPU in `steps` small steps with
+    correct results. `sectors`: 32-byte sectors of global memory. `wavefronts`: passes of
+    shared memory. `ideal_sectors`, `ideal_wavefronts`: the fewest possible."""
 
     file: str
     steps: int
@@ -135,11 +136,11 @@ class ExecutedKernel:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QualityInfo:
-    """How well an artifact predicts a text, and its checkpoint in float32 under transformers.
+    """How well an artifact predicts a text, against its checkpoint in float32 under transformers.
 
-    `text` names the text, `sha256` is of its UTF-8 bytes; `tokens` of it were predicted, each from
-    the true ones before it. `agreement`: share of the positions, in [0, 1], where artifact and
-    checkpoint hold the same token for the likeliest.
+    `text`: name of the text. `sha256`: hash of its UTF-8 bytes. `tokens`: number of its tokens that
+    were predicted, each from the true tokens before it. `agreement`: share of the positions, in
+    [0, 1], where artifact and checkpoint have the same most likely token.
     """
 
     text: str
@@ -151,13 +152,14 @@ class QualityInfo:
 
     @property
     def loss(self) -> float:
-        """Perplexity given up: 0.01 is one percent more than the checkpoint's."""
+        """Relative increase of the perplexity over the checkpoint's: 0.01 is one percent more."""
         return self.perplexity / self.reference_perplexity - 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
-    """`dtype`: of activations. `weights`: fp32, bf16, int8, int4, stored; on a GPU `dtype` too."""
+    """Content of manifest.json. `dtype`: of activations. `weights`: precision of the weights: fp32,
+    bf16, int8, int4 or stored, or `dtype` on a GPU."""
 
     schema_version: int
     kvgraph_version: str
@@ -192,18 +194,18 @@ class Manifest:
 
     @property
     def identity(self) -> bytes:
-        """Of everything that decides a page's content: model, activation dtype, page layout.
+        """The 32-byte identity of page contents: SHA-256 of model, activation dtype, page layout.
 
-        Deployment and the page's place in memory do not enter: 32 bytes of SHA-256.
+        Deployment and a page's place in memory have no influence on it.
         """
         fields = {"model": self.model.identity, "dtype": self.dtype, "layout": self.layout}
         return hashlib.sha256(to_json(fields, sort=True)).digest()
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
-    """Write `manifest.json` so that it appears whole or not at all, with its own hash in it.
+    """Write `manifest.json` atomically, with its own hash in it.
 
-    Mappings keep their order: that of a layout's leaves is the order of the bindings.
+    Mappings keep their order: the order of a layout's leaves is the order of the bindings.
     ArtifactError, with nothing written, for text that `read_manifest` refuses.
     """
     fields = to_plain(manifest)
@@ -246,9 +248,9 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def read_measured(folder: Path, measured: Manifest) -> Manifest:
-    """The manifest of `folder`, to which figures of the artifact `measured` can be added.
+    """Read the manifest of `folder`, to add figures that were measured on the artifact `measured`.
 
-    ArtifactError where it differs in more than such figures.
+    ArtifactError if the two manifests differ in more than `quality` and `executed`.
     """
     found = read_manifest(folder)
     first, now = (to_plain(replace(each, quality=None, executed=[])) for each in (measured, found))
@@ -261,10 +263,10 @@ def read_measured(folder: Path, measured: Manifest) -> Manifest:
 
 
 def listed_names(folder: Path) -> frozenset[str]:
-    """Names of the files that a compile wrote into `folder`, the manifest's own among them.
+    """Names of the files that a compile wrote into `folder`, with manifest.json and partial files.
 
-    Of an artifact of any schema. ArtifactError where the manifest is none of kvgraph's, or names a
-    path outside the folder.
+    The artifact may have any schema version. ArtifactError if the manifest is none of kvgraph's, or
+    names a path outside the folder.
     """
     path = folder / MANIFEST_NAME
     with _damage(path):
@@ -283,14 +285,14 @@ def listed_names(folder: Path) -> frozenset[str]:
 
 @dataclass(frozen=True, slots=True)
 class _Listed:
-    """What manifests of all schemas have."""
+    """Fields that manifests of all schema versions have."""
 
     files: dict[str, object]
     nondeterministic_files: list[str]
 
 
 def _require_values(manifest: Manifest) -> None:
-    """ValueError for values that have the right types, and that no compile writes."""
+    """Raise ValueError for values that have the right types but that no compile writes."""
     for name, entry in manifest.files.items():
         count = ceildiv(entry.size, CHUNK_BYTES)
         if entry.size < 0 or len(entry.chunks) != count:
@@ -323,7 +325,7 @@ def _require_values(manifest: Manifest) -> None:
 
 
 def _require_counts(name: str, records: Sequence[object]) -> None:
-    """ValueError for a number of theirs that counts nothing, or that 64 bits do not hold."""
+    """Raise ValueError for an integer of a record that is not in [0, 2**63)."""
     for index, record in enumerate(records):
         for key, value in to_plain(record).items():
             if isinstance(value, int) and not 0 <= value < 1 << 63:
@@ -331,7 +333,7 @@ def _require_counts(name: str, records: Sequence[object]) -> None:
 
 
 def _require_plain_text(value: object) -> None:
-    """ValueError for text that would write more to a terminal than itself, or is not UTF-8."""
+    """Raise ValueError for text that controls a terminal, or that UTF-8 cannot encode."""
     if isinstance(value, str) and NOT_PLAIN.search(value):
         raise ValueError(f"expected text without control characters, in UTF-8, got {value!r:.100}")
     if isinstance(value, list | dict):
@@ -346,12 +348,12 @@ def _damage(path: Path) -> Iterator[None]:
             yield
     except ArtifactError:
         raise
-    except (OSError, ValueError, RecursionError) as error:  # not JSON, not UTF-8, of other types
+    except (OSError, ValueError, RecursionError) as error:  # not JSON, not UTF-8, wrong types
         raise ArtifactError(f"{path}: expected a manifest, got a damaged one ({error})") from error
 
 
 def _checked(path: Path, fields: dict[str, object]) -> dict[str, object]:
-    """`fields` without the hash of the others; ArtifactError where that is not theirs."""
+    """`fields` without `sha256`; ArtifactError if that is not the hash of the other fields."""
     found, rest = str(fields.get("sha256")), {k: v for k, v in fields.items() if k != "sha256"}
     expected = _hash(rest)
     if found != expected:

@@ -1,4 +1,4 @@
-"""Mixtures of experts in a graph: how many there are, and what a step reads of them."""
+"""Mixtures of experts in a graph: their sizes, and the bytes that a step reads of them."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mixture:
-    """`layers` layers of `experts` experts each, of which a token takes `active`.
+    """`layers` layers of `experts` experts each, of which a token uses `active`.
 
-    `parameters` without padding, `bytes` as they are stored, with it: of all of them, or of those
-    that one of several ranks holds.
+    `parameters`: number of parameters without padding. `bytes`: stored size, with padding. Both
+    count all experts, or the experts that one of several ranks holds.
     """
 
     layers: int
@@ -22,20 +22,20 @@ class Mixture:
 
     @property
     def active_parameters(self) -> int:
-        """Those that work on a token."""
+        """Number of parameters that one token uses."""
         return self.parameters * self.active // self.experts
 
     def read(self, rows: int) -> int:
-        """Bytes that a step of `rows` tokens reads, if tokens choose evenly and on their own.
+        """Bytes that a step of `rows` tokens reads, if tokens choose evenly and independently.
 
-        An expert is left out by all rows with probability `(1 - active / experts) ** rows`.
+        No row uses an expert with probability `(1 - active / experts) ** rows`.
         """
         share = 1 - (1 - self.active / self.experts) ** rows
         return round(self.bytes * share)
 
 
 def joined(layers: Iterable[Mixture]) -> list[Mixture]:
-    """Those with as many experts, of which a token takes as many, in one; in order of the first."""
+    """Merge mixtures with equal `experts` and `active`, in order of their first occurrence."""
     found: dict[tuple[int, int], Mixture] = {}
     for each in layers:
         kind = each.experts, each.active

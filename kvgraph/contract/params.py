@@ -29,7 +29,7 @@ CacheSymbols: TypeAlias = (
     | list[ContinuousBatchingKVCacheInputSymbols]
     | list[PaddedKVCacheInputSymbols]
 )
-"""The records of a single cache, one for each device, of the class that its strategy has."""
+"""Records of a single cache, one per device; their class follows the cache's strategy."""
 
 
 class KVCacheStrategy(StrEnum):
@@ -59,7 +59,7 @@ class KVCacheQuantization:
 
 @runtime_checkable
 class KVCacheParamInterface(Protocol):
-    """What a single cache (`KVCacheParams`) and a tree of them have in common."""
+    """Common interface of a single cache (`KVCacheParams`) and a tree of caches."""
 
     @property
     def page_size(self) -> int: ...
@@ -98,7 +98,7 @@ LAYOUT_FIELDS = (
     "cache_strategy",
     "n_shards",
 )
-"""Compared when a manager meets an artifact; all other fields may differ."""
+"""Fields that must be equal in a manager and an artifact; all other fields may differ."""
 
 
 WHOLE = (
@@ -152,7 +152,7 @@ class KVCacheParams:
         self._check_deployment()
 
     def _check_types(self) -> None:
-        """Whole numbers become ints: they travel in manifests and into graphs."""
+        """Check types, and turn whole numbers into ints, which manifests and graphs can hold."""
         for name in WHOLE:
             object.__setattr__(self, name, whole(name, getattr(self, name), ParamsError))
         if self.window_size is not None:
@@ -217,7 +217,7 @@ class KVCacheParams:
             raise ParamsError(f"hash_seed: expected 32 bytes, got {len(self.hash_seed)}")
 
     def require_kernels(self) -> None:
-        """UnsupportedError for a cache that can be described but not run."""
+        """Raise UnsupportedError for a cache that can be described but not run."""
         if self.is_mla:
             raise UnsupportedError(
                 "is_mla: expected False to compile or run a cache, since no kernel reads MLA pools "
@@ -231,12 +231,12 @@ class KVCacheParams:
 
     @property
     def n_kv_heads_per_device(self) -> int:
-        """Heads that one shard stores; 1 for MLA, at least 1 with head replication."""
+        """KV heads that one shard stores: 1 for MLA, at least 1 with head replication."""
         return 1 if self.is_mla else max(1, self.n_kv_heads // self.n_shards)
 
     @property
     def kv_dim(self) -> int:
-        """2 (K then V) or 1 (MLA's joint latent)."""
+        """Size of a page's first axis: 2 (K then V), or 1 (MLA's joint latent)."""
         return 1 if self.is_mla else 2
 
     @property
@@ -275,7 +275,7 @@ class KVCacheParams:
 
     @property
     def leaves(self) -> dict[str, KVCacheParams]:
-        """Path -> cache; a single cache is its own leaf at the empty path."""
+        """Caches by path; a single cache is its own leaf at the empty path."""
         return {"": self}
 
     def get_symbolic_inputs(
@@ -283,7 +283,7 @@ class KVCacheParams:
     ) -> CacheSymbols:
         """One record of input symbols per device, replica-major; allocates nothing.
 
-        The record's class follows `cache_strategy`: `PagedCacheInputSymbols`, or the one of
+        The record's class follows `cache_strategy`: `PagedCacheInputSymbols`, or the class of
         continuous or padded caches.
         """
         params = self
@@ -298,7 +298,7 @@ class KVCacheParams:
     input_symbols = get_symbolic_inputs
 
     def layout_dict(self) -> dict[str, object]:
-        """Layout fields as JSON values: what a manifest stores and a manager is compared with."""
+        """Layout fields as JSON values; manifests store them, and managers are compared to them."""
         values: dict[str, object] = {name: getattr(self, name) for name in LAYOUT_FIELDS}
         values["cache_strategy"] = str(self.cache_strategy)
         if self.quantization:
@@ -318,9 +318,9 @@ class KVCacheParams:
         data_parallel_degree: int = 1,
         enable_prefix_caching: bool = False,
     ) -> KVCacheParams:
-        """Inverse of `layout_dict`; raises ParamsError where the shard counts differ.
+        """Inverse of `layout_dict`; raises ParamsError if the shard counts differ.
 
-        Default of `devices`: a CPU for each shard of one replica.
+        `devices`: the default is one CPU for each shard of one replica.
         """
         if devices is None:
             devices = [Device(f"cpu:{i}") for i in range(shards_of(layout))]

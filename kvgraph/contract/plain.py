@@ -1,7 +1,7 @@
-"""Plain data (what JSON holds) <-> dataclasses, types checked on the way in.
+"""Conversion between dataclasses and plain data (JSON types); types are checked on reading.
 
-Decision: no validation library. A deployment machine has kvgraph's wheel and whatever came with
-its framework; the manifest is the one thing read there, and its types are few.
+Decision: no validation library. A deployment machine has kvgraph's wheel and the packages of its
+framework. It reads only manifests, and their types are few.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ JsonObject: TypeAlias = dict[str, Any]
 
 
 def to_plain(value: object) -> Any:
-    """Dataclasses become dictionaries in field order, tuples lists; the rest stays."""
+    """Convert dataclasses to dictionaries in field order and tuples to lists, at any depth."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {f.name: to_plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
     if isinstance(value, dict):
@@ -30,9 +30,9 @@ def to_plain(value: object) -> Any:
 
 
 def from_plain(kind: type[T], value: object, where: str = "") -> T:
-    """A `kind` from plain data; ValueError names the first field of another type, or missing.
+    """Make a `kind` from plain data. ValueError names the first missing or wrongly typed field.
 
-    Fields that `kind` does not have are left out.
+    Fields that `kind` does not have are ignored.
     """
     return typing.cast(T, _convert(kind, value, where))
 
@@ -40,10 +40,10 @@ def from_plain(kind: type[T], value: object, where: str = "") -> T:
 def to_json(
     value: object, *, indent: int | None = None, sort: bool = False, errors: str = "strict"
 ) -> bytes:
-    """One form for equal values: no spaces without `indent`, keys in their order or sorted.
+    """`value` as JSON in UTF-8: no spaces without `indent`, keys in their order or sorted.
 
-    UnicodeEncodeError for text that UTF-8 lacks, such as the bytes of a path; with `errors`
-    "backslashreplace" it is written as JSON's escapes.
+    UnicodeEncodeError for text that UTF-8 cannot encode, such as a path of other bytes; with
+    `errors` "backslashreplace" such text is written as JSON's escapes.
     """
     separators = (",", ": ") if indent else (",", ":")
     text = json.dumps(

@@ -1,4 +1,4 @@
-"""Where each tensor of a safetensors file is: u64 header length, JSON header, data."""
+"""Places of the tensors in a safetensors file: u64 header length, JSON header, data."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ class TensorAt:
 
 
 def read_layout(path: Path) -> dict[str, TensorAt]:
-    """Every tensor by name, in the header's order; the data is not read, nor checked.
+    """Every tensor by name, in the header's order; the data is neither read nor checked.
 
-    ArtifactError for a header that is damaged, or leads beyond the file.
+    ArtifactError for a header that is damaged, or that points beyond the file.
     """
     try:
         with reading(path, ArtifactError), open_regular(path) as file:

@@ -1,4 +1,4 @@
-"""How many shards the caches of a layout have: the ranks of an artifact."""
+"""Number of shards of a layout's caches, which is the number of ranks of an artifact."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from collections.abc import Mapping
 from kvgraph.errors import ParamsError
 
 MOST_SHARDS = 64
-"""Of a replica: ranks that meet in one machine's memory."""
+"""Most shards of a replica: its ranks exchange data in the memory of one machine."""
 
 
 def shards_of(layout: Mapping[str, object]) -> int:
-    """`n_shards` of the layout of a cache or a tree; ParamsError for one that no cache has."""
+    """`n_shards` of the layout of a cache or a tree; ParamsError unless 1 to MOST_SHARDS."""
     inner = layout
     while "n_shards" not in inner:
         first = next(iter(inner.values()), None)

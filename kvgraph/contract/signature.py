@@ -1,4 +1,4 @@
-"""A graph's whole signature: what goes in, what comes out, under which binding names."""
+"""A graph's whole signature: its inputs and outputs with their binding names."""
 
 from __future__ import annotations
 
@@ -53,9 +53,9 @@ class GraphSignature:
 
     @classmethod
     def of(cls, cache: KVCacheInputSymbols, vocab_size: int) -> GraphSignature:
-        """Signature over one device's cache record, of params with one replica.
+        """Signature over the cache record of one device, from params with one replica.
 
-        BindingError for another record, and for a vocabulary that is no whole number of 1 or more.
+        BindingError for any other record, and if `vocab_size` is no integer >= 1.
         """
         symbols = tuple(cache)
         vocab_size = whole("vocab_size", vocab_size, BindingError, least=1)

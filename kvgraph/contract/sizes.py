@@ -21,7 +21,7 @@ UNITS = {"": 1, "B": 1} | {
 
 
 MOST_DIGITS = 40
-"""Of a size as text: floats hold no more than 308."""
+"""Bound on the digits of a size as text; a float overflows above 308 digits."""
 
 
 def parse_bytes(name: str, size: int | str) -> int:
@@ -36,7 +36,7 @@ def parse_bytes(name: str, size: int | str) -> int:
 
 
 def as_integer(value: object) -> int | None:
-    """`value` as an int, one of NumPy too; None: it is none, as a boolean is none."""
+    """`value`, of Python or NumPy, as an int; None if it is no integer. A boolean is none."""
     if isinstance(value, SupportsIndex) and not isinstance(value, BOOLEANS):
         with suppress(TypeError):  # an array of several, say
             return operator.index(value)
@@ -51,7 +51,7 @@ def whole(
     least: int | None = None,
     most: int | None = None,
 ) -> int:
-    """`value` as an int of `least` to `most`; `refusal` names `name` for another value."""
+    """Return `value` as an int from `least` to `most`; raise `refusal`, with `name`, otherwise."""
     found = as_integer(value)
     if found is None:
         raise refusal(f"{name}: expected an integer, got {said(value)}")
@@ -63,13 +63,13 @@ def whole(
 
 
 def said(value: object) -> str:
-    """`value` as an error shows it: its type, and what of it fits into a sentence."""
+    """`value` as an error message shows it: its type, and its repr cut to 40 characters."""
     text = repr(value)
     return f"{type(value).__name__} {text if len(text) <= 40 else text[:37] + '...'}"
 
 
 def size_text(count: float) -> str:
-    """`count` bytes in the unit that a reader takes in at once."""
+    """`count` bytes as text in the largest unit that fits, such as "1.5 GiB"."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if count < 1024:
             return f"{count:.1f} {unit}" if unit != "B" else f"{count:.0f} B"

@@ -37,7 +37,7 @@ ExportArguments: TypeAlias = "tuple[tuple[torch.Tensor, ...], tuple[dict[int, Ex
 """`args` and `dynamic_shapes` of torch.export.export."""
 
 REPLICA = "replica_"
-"""How dims of a record begin where there are several replicas; the replica's number follows."""
+"""Prefix of a record's dims if there are several replicas; the replica's number follows it."""
 
 MAX_EXTENTS: Mapping[str, int] = {
     BATCH_SIZE: 4096,
@@ -49,10 +49,10 @@ MAX_EXTENTS: Mapping[str, int] = {
 
 
 class KVCacheInputSymbols:
-    """Base of the records: dataclasses of TensorTypes; a field that is None does not count."""
+    """Base class of records: dataclasses of TensorTypes. A field that is None is absent."""
 
     def entries(self) -> Mapping[str, TensorType | KVCacheInputSymbols]:
-        """What the record holds, by name: its fields that are present, a tree's children."""
+        """Present fields of a record by name, or the children of a tree by name."""
         if not dataclasses.is_dataclass(self):
             raise BindingError(
                 f"{type(self).__name__}: expected a dataclass of TensorTypes, got a plain class; "
@@ -159,14 +159,14 @@ class MultiKVCacheInputSymbols(KVCacheInputSymbols):
 
 
 class Scales(Protocol):
-    """What symbols read of a pool's quantization."""
+    """The part of a pool's quantization that symbols need."""
 
     @property
     def scale_dtype(self) -> str: ...
 
 
 class CacheShape(Protocol):
-    """What symbols read of KVCacheParams, whose module imports this one."""
+    """The part of KVCacheParams that symbols need; the module of KVCacheParams imports this one."""
 
     @property
     def devices(self) -> Sequence[Device]: ...
@@ -225,7 +225,7 @@ def _paged_record(
 
 
 def continuous_symbols(params: CacheShape) -> list[ContinuousBatchingKVCacheInputSymbols]:
-    """One record per device: the paged record whose page is the slot of a whole sequence."""
+    """One record per device: a paged record in which one page is the slot of a whole sequence."""
     return [
         ContinuousBatchingKVCacheInputSymbols(
             dataclasses.replace(paged.kv_blocks, shape=_slot_shape(paged.kv_blocks.shape)),
@@ -243,7 +243,7 @@ def _slot_shape(page: tuple[Dim, ...]) -> tuple[Dim, ...]:
 
 
 def padded_symbols(params: CacheShape) -> list[PaddedKVCacheInputSymbols]:
-    """One record per device; replicas have batch dims of their own."""
+    """One record per device; each replica has its own batch dim."""
     shards = len(params.devices) // params.data_parallel_degree
     _, layers, _, heads, head_dim = params.page_shape
     records = []
@@ -266,8 +266,8 @@ def emit_torch_export(symbols: Sequence[TensorType]) -> ExportArguments:
 
     The arguments are fake tensors without storage; a symbolic dim is one named Dim wherever it
     occurs in the call. Example extents are all distinct, so that no two dims are taken for one.
-    What a module takes as `*rest` or as a record is one argument: nest both alike, a record's
-    shapes as a list.
+    A module's `*rest` or record parameter is one argument: nest `args` and `dynamic_shapes` alike,
+    with a record's shapes as a list.
     """
     import torch
     from torch._subclasses.fake_tensor import FakeTensorMode
@@ -314,8 +314,8 @@ def emit_tensorrt_profile(
     opt: Mapping[str, int],
     max: Mapping[str, int],
 ) -> dict[str, tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]]:
-    """Binding name -> (min, opt, max) shape; BindingError names a dim out of order, missing, or
-    whose extent is none."""
+    """(min, opt, max) shape by binding name; BindingError names a dim that is missing, out of
+    order, or has no integer extent >= 0."""
     for name, sizes in (("min", min), ("opt", opt), ("max", max)):
         for dim, extent in sizes.items():
             whole(f"{name}: {dim}", extent, BindingError, least=0)

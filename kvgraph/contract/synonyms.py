@@ -1,4 +1,4 @@
-"""Names of the API pages for parameters that have another name here."""
+"""Synonyms of parameters: names that the API pages use where kvgraph has another name."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ R = TypeVar("R")
 def also_named(**synonyms: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Let callers write `synonym=` for the parameter `synonyms[synonym]`, by keyword only.
 
-    A call that gives a parameter twice is a TypeError.
+    A call that gives a parameter twice raises TypeError.
     """
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:

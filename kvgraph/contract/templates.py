@@ -1,4 +1,4 @@
-"""The Jinja that chat templates are written in, for a compile that checks one as for a chat."""
+"""Jinja environment of chat templates, used by chats and by the compile's check of a template."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvgraph.handlers import let_pass
 
 
 class Generation(Extension):
-    """`{% generation %}`: marks the model's own text for training; here a block like any other."""
+    """`{% generation %}` marks the model's own text for training; here it is an ordinary block."""
 
     tags = {"generation"}  # noqa: RUF012  # as the base class declares it
 
@@ -25,7 +25,7 @@ class Generation(Extension):
 
 
 def environment() -> ImmutableSandboxedEnvironment:
-    """With the tags that transformers has, and Jinja's own filters and globals."""
+    """Sandboxed Jinja with the tags that transformers adds, and Jinja's own filters and globals."""
     return ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
     )
@@ -33,8 +33,8 @@ def environment() -> ImmutableSandboxedEnvironment:
 
 @contextmanager
 def in_one_line() -> Iterator[None]:
-    """ValueError with one line: expressions of a template raise what they like; a message of its
-    own is all of the line."""
+    """Turn any exception into a ValueError of one line: a template's expressions may raise any
+    type. A message that the template itself raises is the whole line."""
     try:
         yield
     except Exception as error:

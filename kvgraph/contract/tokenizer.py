@@ -1,6 +1,7 @@
-"""tokenizer.json: read and used so that what the library makes of a bad one is an error of ours.
+"""Read and use tokenizer.json; failures of the tokenizers library become errors of kvgraph.
 
-The library raises bare Exceptions, and where its own code fails a PanicException, which is none.
+The library raises bare Exceptions and, if its own code fails, a PanicException, which is not a
+subclass of Exception.
 """
 
 from __future__ import annotations
@@ -27,13 +28,13 @@ LONG_TEXT = 16_384
 
 
 def read_tokenizer(path: Path, refusal: type[KVGraphError]) -> Tokenizer:
-    """The tokenizer in a file, which cuts and pads no text; `refusal` where it is damaged."""
+    """Read a tokenizer, without truncation and padding; raise `refusal` if the file is damaged."""
     from tokenizers import Tokenizer
 
     expected = "expected a tokenizer, got a damaged one"
     with _refusing(path, refusal, expected), open_regular(path) as file:
         tokenizer = Tokenizer.from_str(file.read().decode())
-    tokenizer.no_truncation()  # a file may have those of its training
+    tokenizer.no_truncation()  # a file may keep the settings of the training
     tokenizer.no_padding()
     return tokenizer
 
@@ -46,7 +47,7 @@ def encode(
     *,
     special_tokens: bool,
 ) -> list[int]:
-    """Token ids; `refusal` where the tokenizer, which was read from `path`, fails at it."""
+    """Token ids of `text`; `refusal` if the tokenizer, which was read from `path`, fails."""
     with _refusing(path, refusal, "expected a tokenizer that encodes the text, got one that fails"):
         if len(text) > LONG_TEXT:  # `encode` keeps Python's lock, so that other threads would wait
             found = tokenizer.encode_batch_fast([text], add_special_tokens=special_tokens)
@@ -55,10 +56,11 @@ def encode(
 
 
 def most_characters(tokenizer: Tokenizer) -> int | None:
-    """Of a text that one token stands for; None where that has no bound: text that a vocabulary has
-    not may be one token, and a pre-tokenizer may drop spaces.
+    """Most characters of text that one token can stand for; None if there is no bound.
 
-    A normalizer may write several characters as one: a Hangul syllable has up to three.
+    There is none if text outside the vocabulary may become one token, or if a pre-tokenizer may
+    drop spaces. A normalizer may write several characters as one: a Hangul syllable has up to
+    three.
     """
     splits = repr(tokenizer.pre_tokenizer)
     has_bytes = "ByteLevel" in splits or getattr(tokenizer.model, "byte_fallback", False)
@@ -69,10 +71,10 @@ def most_characters(tokenizer: Tokenizer) -> int | None:
 
 
 def byte_pieces(tokenizer: Tokenizer | None) -> Callable[[int], bytes | None]:
-    """Token -> its bytes, of a token that may be a part of a character; None of others.
+    """Return a function from a token to its bytes, None for a token that holds whole characters.
 
-    Two kinds of vocabulary have such: letters for bytes (GPT-2's byte-level BPE), and `<0xE2>`
-    (SentencePiece's byte fallback).
+    Two kinds of vocabulary have tokens that may be a part of a character: letters for bytes
+    (GPT-2's byte-level BPE), and `<0xE2>` (SentencePiece's byte fallback).
     """
     if tokenizer is None:
         return lambda token: None
@@ -93,15 +95,15 @@ def byte_pieces(tokenizer: Tokenizer | None) -> Callable[[int], bytes | None]:
 
 
 def _byte_letters() -> dict[str, int]:
-    """Letter -> byte, of byte-level BPE: bytes that print as themselves in Latin-1, and from U+0100
-    on the others in order (Radford et al. 2019, `bytes_to_unicode`)."""
+    """Byte of each letter of byte-level BPE: bytes that are printable in Latin-1 keep their letter;
+    the others follow in order from U+0100 (Radford et al. 2019, `bytes_to_unicode`)."""
     plain = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = [byte for byte in range(256) if byte not in plain]
     return {chr(byte): byte for byte in plain} | {chr(256 + i): b for i, b in enumerate(others)}
 
 
 def is_panic(error: BaseException) -> bool:
-    """Whether a library in Rust failed on its own account: no Exception, and no interrupt."""
+    """Whether `error` is a panic of a Rust library: neither an Exception nor an interrupt."""
     return type(error).__name__ == "PanicException"
 
 

@@ -24,7 +24,7 @@ SHARED_FIELDS = (
     "hash_seed",
     "cache_strategy",
 )
-"""Equal in all leaves of a tree, because one request has one set of rows in all of them."""
+"""Fields that are equal in all leaves of a tree: a request has one set of rows in all of them."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class MultiKVCacheParams:
     def from_params(
         cls, params: Mapping[str, KVCacheParams | MultiKVCacheParams]
     ) -> MultiKVCacheParams:
-        """A tree of the given caches; ParamsError naming the field that two of them contradict."""
+        """Make a tree of the given caches; ParamsError names a field in which two caches differ."""
         return cls(tuple(params.items()))
 
     def __post_init__(self) -> None:
@@ -78,7 +78,7 @@ class MultiKVCacheParams:
 
     @property
     def leaves(self) -> dict[str, KVCacheParams]:
-        """Dotted path -> cache, in order."""
+        """Caches by dotted path, in order."""
         return {
             f"{name}.{path}" if path else name: leaf
             for name, child in self.children
@@ -133,7 +133,7 @@ class MultiKVCacheParams:
     input_symbols = get_symbolic_inputs
 
     def layout_dict(self) -> dict[str, object]:
-        """Name -> layout of the child, as JSON values."""
+        """Layout of each child by name, as JSON values."""
         return {name: child.layout_dict() for name, child in self.children}
 
     def require_layout(self, layout: Mapping[str, object], *, source: str) -> None:

@@ -1,7 +1,7 @@
 """Ahead-of-time compile of kernel variants to cubins, on a machine that needs no GPU and no CUDA.
 
-The same variant, architecture and tools give the same bytes. Not for a process that runs Triton's
-interpreter (TRITON_INTERPRET=1): its functions cannot be compiled.
+The same variant, architecture and tools give the same bytes. It cannot be used in a process with
+Triton's interpreter (TRITON_INTERPRET=1), whose functions cannot be compiled.
 """
 
 from __future__ import annotations
@@ -30,21 +30,23 @@ if TYPE_CHECKING:
     from triton.compiler import ASTSource, CompiledKernel
 
 HIDDEN_POINTERS = ("global_scratch", "profile_scratch")
-"""Follow a kernel's parameters in its launch ABI; our kernels use neither: pass null."""
+"""Parameters after a kernel's own in its launch ABI; kvgraph's kernels use neither: pass null."""
 
 MOST_REGISTERS, SPILL_STEP = 255, 16
-"""Of a thread; and how many more than the assembler chose a kernel gets that spills."""
+"""Most registers of a thread; and how many more a kernel that spills gets than the assembler chose.
+"""
 
 ASYNCHRONOUS = "wgmma.mma_async"
-"""In PTX: a product that reads registers until it is waited for."""
+"""PTX instruction of a product that reads registers until the program waits for it."""
 
 REGISTERS, REGISTER_UNIT = 65536, 8
-"""Of a multiprocessor, which one block may take; and a thread has a multiple of so many."""
+"""Registers of a multiprocessor, all of which one block may take; and the unit in which a thread
+gets registers."""
 
 
 @dataclass(frozen=True, slots=True)
 class Resources:
-    """What a cubin takes of a multiprocessor. Spills and stack are bytes of a thread."""
+    """Resources of a multiprocessor that a cubin uses. Spills and stack are bytes per thread."""
 
     registers: int
     shared: int
@@ -55,8 +57,8 @@ class Resources:
 
 @dataclass(frozen=True, slots=True)
 class Compiled:
-    """A cubin and what a launcher must know: block of 32 * num_warps threads, `shared` bytes of
-    dynamic shared memory, `variant.parameters` and then HIDDEN_POINTERS as arguments."""
+    """A cubin and the data for its launch: blocks of 32 * num_warps threads, `resources.shared`
+    bytes of dynamic shared memory, and `variant.parameters`, then HIDDEN_POINTERS, as arguments."""
 
     variant: Variant
     arch: str
@@ -75,12 +77,12 @@ class Compiled:
         return f"{self.variant.name}.ptx.gz"
 
     def packed_ptx(self) -> bytes:
-        """What the cubin was assembled from, without comments; the same bytes each time."""
+        """The PTX of the cubin, without comments, gzipped; the same bytes each time."""
         text = re.sub(r"[ \t]*//[^\n]*", "", self.ptx)
         return gzip.compress(re.sub(r"\n\s*\n+", "\n", text).encode(), 9, mtime=0)
 
     def metadata(self) -> dict[str, Any]:
-        """As the manifest records it: plain values, the same for the same cubin."""
+        """Entry of kernels.json: plain values, the same for the same cubin."""
         variant, used = self.variant, self.resources
         return {
             "kernel": variant.kernel.name,
@@ -108,15 +110,15 @@ class Compiled:
 
 
 EXACTLY_ALIKE = ("merge_parts",)
-"""Kernels whose threads store one value twice: a sum over lanes whose products are fused into it
-differs in its last bit from lane to lane, so that what is stored would depend on who comes last."""
+"""Kernels in which several threads store the same value. With fused products a sum over lanes could
+differ in its last bit between lanes, so that the result would depend on the last store."""
 
 
 def attention_variants(shape: AttentionShape, arch: str) -> list[Variant]:
     """Every kernel that store_kv, paged_attention and update_and_attend of `shape` launch.
 
-    UnsupportedError names what no kernel supports (architecture, head_dim, page_size, granularity,
-    heads), with the supported set.
+    UnsupportedError names the value that no kernel supports (architecture, head_dim, page_size,
+    granularity, heads), with the supported values.
     """
     shape.check()
     shapes.check_arch(shape.cache, arch)
@@ -125,12 +127,12 @@ def attention_variants(shape: AttentionShape, arch: str) -> list[Variant]:
 
 
 def compile_attention(shape: AttentionShape, arch: str) -> list[Compiled]:
-    """`attention_variants`, compiled; refused before anything is."""
+    """Compile `attention_variants`; unsupported shapes are refused before any compile."""
     return compile_all(attention_variants(shape, arch), arch)
 
 
 def compile_all(variants: Iterable[Variant], arch: str) -> list[Compiled]:
-    """Each distinct variant once, in the order given."""
+    """Compile each distinct variant once, in the given order."""
     distinct = {variant.name: variant for variant in variants}
     made = []
     with task(f"kernels for {arch}", len(distinct), "kernels") as advance:
@@ -141,7 +143,8 @@ def compile_all(variants: Iterable[Variant], arch: str) -> list[Compiled]:
 
 
 def compile_variant(variant: Variant, arch: str) -> Compiled:
-    """KernelError if Triton or its assembler fails, or if the kernel wants more than `arch` has."""
+    """Compile one variant; KernelError if Triton or its assembler fails, or if the kernel needs
+    more than `arch` has."""
     capability = shapes.capability(arch)
     triton = _import_triton()
     if triton.knobs.runtime.interpret:
@@ -178,8 +181,8 @@ def _disassembler(triton: ModuleType) -> str:
 def _without_spills(
     triton: ModuleType, variant: Variant, arch: str, target: GPUTarget
 ) -> tuple[CompiledKernel, Resources]:
-    """Compiled as the assembler likes it; where it spills a little to fit more blocks with each
-    other, with as many registers more as end that. A block of more does not launch."""
+    """Compile with the assembler's choice of registers. If that spills, to fit more blocks on a
+    multiprocessor, compile again with more registers, at most as many as a block can have."""
     threads = 32 * variant.num_warps
     most = min(MOST_REGISTERS, REGISTERS // threads // REGISTER_UNIT * REGISTER_UNIT)
     asked = 0
@@ -210,7 +213,7 @@ def _compile(
 
 
 def _said(error: BaseException) -> str:
-    """The first lines of what went wrong; Triton wraps it once for every call it was compiling."""
+    """First lines of the innermost error; Triton wraps an error once per call that it compiles."""
     while error.__cause__ is not None and not str(error).startswith("PTXAS"):
         error = error.__cause__
     return "\n".join(str(error).splitlines()[:6])
@@ -249,10 +252,10 @@ def _aligned(parameter: Parameter) -> list[list[object]]:
 
 @contextlib.contextmanager
 def _hermetic(triton: ModuleType) -> Iterator[io.StringIO]:
-    """Triton with a cache of its own, one assembler for every architecture, no source lines.
+    """Run Triton with its own cache, one assembler for every architecture, and no source lines.
 
-    Collects the assembler's log. The assembler is CUDA 12's from Triton's wheel: its cubins load
-    in every driver from there on, while those of the newest need the newest drivers.
+    Yields the assembler's log. The assembler is CUDA 12's from Triton's wheel: its cubins load in
+    every driver since CUDA 12, while a newer assembler's need newer drivers.
     """
     knobs, log = triton.knobs, io.StringIO()
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
@@ -268,7 +271,7 @@ def _hermetic(triton: ModuleType) -> Iterator[io.StringIO]:
 
 
 def _resources(log: str, shared: int) -> Resources:
-    """From ptxas -v."""
+    """Resources from the log of ptxas -v."""
 
     def count(pattern: str) -> int:
         match = re.search(pattern, log)

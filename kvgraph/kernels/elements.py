@@ -8,9 +8,9 @@ from kvgraph.kernels.halves import E4M3_BF16, E4M3_F16, IN_PTX, as_bf16, as_f16
 
 @triton.jit
 def decode(x, QUANTIZED: tl.constexpr, FP8_NATIVE: tl.constexpr, dtype: tl.constexpr):
-    """Stored elements as `dtype`, before their scale. float8_e4m3fn comes as its bytes.
+    """Convert stored elements to `dtype`, before their scale. float8_e4m3fn is given as bytes.
 
-    A byte of NaN is 480 where no instruction decodes it; the scale of its group is NaN.
+    A byte of NaN becomes 480 if no instruction decodes it; the scale of its group is NaN.
     """
     if QUANTIZED == "float8_e4m3fn":
         if IN_PTX and dtype == tl.bfloat16:
@@ -29,13 +29,14 @@ def decode(x, QUANTIZED: tl.constexpr, FP8_NATIVE: tl.constexpr, dtype: tl.const
 
 @triton.jit
 def round_half_even(x):
-    """float32 of magnitude below 2^22 to the nearest whole number, ties to even."""
+    """Round float32 of magnitude below 2^22 to the nearest integer, ties to even."""
     return (x + 12582912.0) - 12582912.0
 
 
 @triton.jit
 def encode(x, QUANTIZED: tl.constexpr, dtype: tl.constexpr):
-    """float32 as stored: int8 or float8_e4m3fn bytes (ties to even), or a float `dtype`."""
+    """Convert float32 to its stored form: int8 or float8_e4m3fn bytes (ties to even), or a float
+    `dtype`."""
     if QUANTIZED == "int8":
         return round_half_even(x).to(tl.int8)
     elif QUANTIZED == "float8_e4m3fn":
@@ -43,7 +44,7 @@ def encode(x, QUANTIZED: tl.constexpr, dtype: tl.constexpr):
         bits = size.to(tl.uint32, bitcast=True)
         # Normal: drop 20 mantissa bits with rounding, rebias the exponent from 127 to 7.
         normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - ((127 - 7) << 3)
-        # Below 2^-6 the spacing is 2^-9; eight of those are the smallest normal, bits included.
+        # Below 2^-6 the spacing is 2^-9; eight steps are the smallest normal, in bits too.
         tiny = round_half_even(size * 512.0).to(tl.uint32)
         code = tl.where(size < 0.015625, tiny, normal)
         code = tl.where(x != x, 0x7F, code)
@@ -64,9 +65,9 @@ def rotate(
     ROTARY: tl.constexpr,
     INTERLEAVED: tl.constexpr,
 ):
-    """Rows of heads `x [M, W]`, loaded from `pointers` under `mask`, rotated to `position [M]`.
+    """Rotate rows of heads `x [M, W]`, loaded from `pointers` under `mask`, to `position [M]`.
 
-    `width` is `arange(0, W)`. Elements from ROTARY on stay as they are. Result as x's dtype.
+    `width`: `arange(0, W)`. Elements from ROTARY on do not change. The result has x's dtype.
     """
     half: tl.constexpr = ROTARY // 2
     if INTERLEAVED:

@@ -1,7 +1,7 @@
-"""The kernels of an artifact's folder, executed as PTX over small steps of its own shapes.
+"""Execute the kernels of an artifact's folder as PTX, over small steps of its own shapes.
 
-It shows that what ptxas was given computes right. It shows nothing of SASS, ptxas, the driver, the
-order of memory between blocks, or speed.
+This checks that the input of ptxas computes correct results. It does not check SASS, ptxas, the
+driver, the order of memory between blocks, or speed.
 """
 
 from __future__ import annotations
@@ -38,17 +38,18 @@ UNPROVED = (
     "between blocks, and speed"
 )
 MULTIPROCESSORS = {"decode": 1, "long": 8}
-"""Of the device that a trial is planned for: a larger one splits few rows of a long context."""
+"""Multiprocessors of the device that a trial is planned for: with more of them, the long context of
+few rows is split."""
 
 UNITS = ("rms_norm", "silu_mul", "route", "increment_cache_lengths")
 EXPERTS = "experts_down"
-"""What stands for all kernels of a mixture of experts."""
+"""The kernel whose task runs all kernels of a mixture of experts."""
 LINEAR = "quantized_linear"
 
 
 @dataclass(frozen=True)
 class Packed:
-    """A kernel of a folder: its variant, its PTX as it was stored, and what a launch needs."""
+    """A kernel of a folder: its variant, the path of its PTX, and the data for its launch."""
 
     variant: Variant
     arch: str
@@ -63,7 +64,7 @@ class Packed:
 
 @dataclass(frozen=True)
 class Ran:
-    """A kernel in a trial. `error` and `limit` are the trial's, of all of its kernels together."""
+    """Result of a kernel in a trial. `error`, `limit`: of the trial, for all its kernels."""
 
     title: str
     arch: str
@@ -78,7 +79,7 @@ class Ran:
 
 
 def read_kernels(folder: Path) -> list[Packed]:
-    """All kernels under `folder/kernels`; ArtifactError where there is none with PTX."""
+    """Read all kernels under `folder/kernels`; ArtifactError for none, or one without PTX."""
     found = [
         _packed(path.parent, entry)
         for path in sorted((folder / "kernels").glob("*/kernels.json"))
@@ -133,7 +134,7 @@ def _packed(folder: Path, entry: JsonObject) -> Packed:
 
 
 def tasks_of(kernels: Sequence[Packed]) -> list[tuple[Path, str, str]]:
-    """What can run apart: folder of an architecture, name of a variant, and of a trial."""
+    """Independent tasks: (folder of an architecture, name of a variant, name of a trial)."""
     tasks = []
     for kernel in kernels:
         folder, name = kernel.path.parent, kernel.variant.name
@@ -150,8 +151,8 @@ def tasks_of(kernels: Sequence[Packed]) -> list[tuple[Path, str, str]]:
 
 
 def _stands_for_layer(kernel: Packed) -> bool:
-    """Whether it is a linear layer's kernel of most rows, which says all of the layer: what is
-    split knows no bias."""
+    """Whether this is a linear layer's kernel for the most rows, which defines the whole layer; a
+    kernel over parts of the inputs does not show whether there is a bias."""
     if kernel.variant.kernel.name != LINEAR:
         return False
     shape = matrix_trials.linear_shape(kernel.variant)
@@ -159,12 +160,12 @@ def _stands_for_layer(kernel: Packed) -> bool:
 
 
 def executed(kernels: Sequence[Packed], jobs: int) -> Generator[list[Ran], None, None]:
-    """Results of each task, in order, from processes of their own.
+    """Yield the results of each task, in order; `jobs` other processes run the tasks.
 
-    They end with this one, and where the iterator is closed or raises. KernelError: a kernel that
-    faults, or computes something else than its reference.
+    They end with this process, and when the iterator is closed or raises. KernelError if a kernel
+    faults, or if its result differs from the reference.
     """
-    # A fork of this process would have its locks without its threads.
+    # A fork would have this process's locks without its threads.
     clean = multiprocessing.get_context("spawn")
     theirs, ours = clean.Pipe(duplex=False)
     with (
@@ -177,7 +178,7 @@ def executed(kernels: Sequence[Packed], jobs: int) -> Generator[list[Ran], None,
         try:
             with _starts():  # Ctrl-C is for this process: it ends the others
                 tasks = [pool.submit(run_task, task) for task in tasks_of(kernels)]
-            for task in tasks:  # none is cancelled: the pool's thread would raise for it
+            for task in tasks:  # tasks are not cancelled: the pool's thread would raise an error
                 yield task.result()
         except BaseException:
             ours.close()
@@ -185,7 +186,7 @@ def executed(kernels: Sequence[Packed], jobs: int) -> Generator[list[Ran], None,
 
 
 def _end_with(pipe: Connection) -> None:
-    """End this process, in the middle of a task too, when the other end of `pipe` is closed."""
+    """End this process, even during a task, when the other end of `pipe` is closed."""
 
     def wait() -> None:
         pipe.poll(None)
@@ -196,16 +197,16 @@ def _end_with(pipe: Connection) -> None:
 
 @contextmanager
 def _starts() -> Iterator[None]:
-    """A scope whose new processes never get SIGINT, and none is left half started.
+    """Start processes in this scope: they never get SIGINT, and none is left half started.
 
-    A signal that comes meanwhile is handled at the end: a process that was not yet told what to do
-    would print that its pipe is closed.
+    A signal during the scope is handled at its end: a process that has no task yet would print
+    that its pipe is closed.
     """
     came: list[int] = []
     handlers = {}
-    if threading.current_thread() is threading.main_thread():  # no other is interrupted
+    if threading.current_thread() is threading.main_thread():  # signals only interrupt it
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            if signal.getsignal(number) is not None:  # it is Python's to put back
+            if signal.getsignal(number) is not None:  # a handler that Python can restore
                 handlers[number] = signal.signal(number, lambda number, frame: came.append(number))
     before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
     try:
@@ -214,15 +215,15 @@ def _starts() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
         for number, handler in handlers.items():
             signal.signal(number, handler)
-        with ExitStack() as each:  # a handler that raises leaves the others theirs
+        with ExitStack() as each:  # all handlers run, even if one of them raises
             for caught in reversed(came):
                 each.callback(signal.raise_signal, caught)
 
 
 def record(folder: Path, measured: Manifest, ran: Sequence[Ran]) -> Manifest:
-    """Write what kernels did into the artifact's manifest, which appears whole or not at all.
+    """Write the kernels' results into the artifact's manifest, atomically.
 
-    ArtifactError, with nothing written, where `folder` no longer has the artifact of `measured`.
+    ArtifactError, with nothing written, if `folder` no longer has the artifact of `measured`.
     """
     by_file: dict[str, list[Ran]] = {}
     for each in ran:
@@ -281,7 +282,7 @@ def _trial(kernel: Packed, which: str) -> Trial:
 
 
 def _shape(variant: Variant) -> AttentionShape:
-    """What an attention's kernels were compiled for."""
+    """The shape that an attention's kernels were compiled for."""
     given = dict(variant.constants)
     width = {key: int(str(given[key])) for key in ("HEAD_DIM", "V_HEAD_DIM", "ROTARY")}
     cache = CacheShape(
@@ -308,7 +309,8 @@ def _shape(variant: Variant) -> AttentionShape:
 
 
 def run_trial(trial: Trial, known: dict[str, Packed]) -> list[Ran]:
-    """Its launches in order, and what they did; KernelError where the result is another one."""
+    """Run a trial's launches in order and return their results; KernelError if the trial's output
+    differs from the reference."""
     launched: list[Packed] = []
 
     def kernel(variant: Variant) -> tuple[ptx.Kernel, int]:
@@ -355,7 +357,8 @@ def _parsed(packed: Packed) -> ptx.Kernel:
 
 @lru_cache(maxsize=32)
 def _read_ptx(path: Path, entry: str, arch: str) -> ptx.Kernel:
-    """ArtifactError for a file that is cut, or for another architecture or entry."""
+    """Read a kernel from its PTX file; ArtifactError for a damaged file, or one for another
+    architecture or entry."""
     try:
         with reading(path, ArtifactError):
             packed = path.read_bytes()

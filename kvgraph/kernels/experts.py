@@ -1,9 +1,9 @@
-"""Kernels of fused_experts: slots sorted by expert, two grouped products, a weighed sum.
+"""Kernels of fused_experts: slots sorted by expert, two grouped products, a weighted sum.
 
-A slot is one expert of one row: slot s is number `s % ACTIVE` of row `s // ACTIVE`. One whose index
-is -1 lies before the slots of all experts, and adds nothing to its row's sum. Nothing here
-waits for the host: grids follow from the number of rows, and tables on the device say what each
-program works on.
+A slot is one expert of one row: slot s is number `s % ACTIVE` of row `s // ACTIVE`. Slots with
+index -1 come before the slots of all experts, and add nothing to their row's sum. No kernel waits
+for the host: grids follow from the number of rows, and tables on the device give each program its
+work.
 
 Legend: S slots, E experts, P tiles of sorted slots, M slots of a tile, N output columns.
 """
@@ -16,11 +16,11 @@ from kvgraph.kernels.products import gated, product
 
 @triton.jit(do_not_specialize=["num_slots"])
 def sort_slots(indices, order, offsets, num_slots, EXPERTS: tl.constexpr, BLOCK_S: tl.constexpr):
-    """`order [S]`: slots by their expert, each expert's in ascending order. `offsets [E + 1]`:
-    where those of an expert begin.
+    """Sort slots by expert. `order [S]`: the slots of each expert, in ascending order.
+    `offsets [E + 1]`: the first place of each expert in `order`.
 
     Each program counts the slots of lower experts, then places its own: no program waits for
-    another, and nothing is added atomically. Grid: (EXPERTS, 1).
+    another, and there are no atomic additions. Grid: (EXPERTS, 1).
     """
     expert = tl.program_id(0)
     s = tl.arange(0, BLOCK_S)
@@ -50,8 +50,8 @@ def place_tiles(
     BLOCK_E: tl.constexpr,
     BLOCK_P: tl.constexpr,
 ):
-    """`tiles [P, 3]`: expert, and the half-open range of sorted slots, of each tile of at most
-    BLOCK_M; an empty range behind the last. Grid: (ceil(num_tiles / BLOCK_P), 1)."""
+    """Write `tiles [P, 3]`: the expert and the half-open range of at most BLOCK_M sorted slots of
+    each tile; unused tiles have an empty range. Grid: (ceil(num_tiles / BLOCK_P), 1)."""
     e = tl.arange(0, BLOCK_E)
     is_expert_E = e < EXPERTS
     begin_E = tl.load(offsets + e, mask=is_expert_E, other=0)
@@ -101,9 +101,9 @@ def experts_up(
     BLOCK_K: tl.constexpr,
     SLICES: tl.constexpr,
 ):
-    """`inner [S, INNER]`, in the order of sorted slots: gate and up of a tile's expert, joined.
+    """Write `inner [S, INNER]`, in the order of sorted slots: joined gate and up of each expert.
 
-    `up [E, 2 * INNER, IN]` has rows of gate and up in turn. Grid: (tiles, 2 * INNER / BLOCK_N):
+    The rows of `up [E, 2 * INNER, IN]` alternate gate and up. Grid: (tiles, 2 * INNER / BLOCK_N):
     tiles of one expert are neighbours, and find its weights in the L2 cache.
     """
     OUT: tl.constexpr = 2 * INNER
@@ -155,7 +155,8 @@ def experts_down(
     BLOCK_K: tl.constexpr,
     SLICES: tl.constexpr,
 ):
-    """`parts [S, IN]`, in the order of slots: what each expert makes of its rows of `inner`.
+    """Write `parts [S, IN]`, in the order of slots: the product of each expert with its rows of
+    `inner`.
 
     `down [E, IN, INNER]`. Grid: (tiles, IN / BLOCK_N).
     """
@@ -194,7 +195,7 @@ def _of_expert(
     GROUP: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """Where an expert's weight `[OUT, IN]`, scales and bytes `[groups, OUT]` begin; 64-bit."""
+    """64-bit addresses of an expert's weight `[OUT, IN]`, scales and bytes `[groups, OUT]`."""
     GROUPS: tl.constexpr = (IN + GROUP - 1) // GROUP if GROUP else 1
     if BITS == 4:
         SPAN: tl.constexpr = 2 * BLOCK_K
@@ -218,15 +219,15 @@ def sum_experts(
     ACTIVE: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """`out` of one row, BLOCK_D of its elements: its parts weighed and summed, in the order in
-    which the router names them. In float32, rounded once. Grid: (rows * ceil(IN / BLOCK_D), 1)."""
+    """Write BLOCK_D elements of one row of `out`: the weighted sum of its parts, in the router's
+    order. In float32, rounded once. Grid: (rows * ceil(IN / BLOCK_D), 1)."""
     blocks: tl.constexpr = (IN + BLOCK_D - 1) // BLOCK_D
     row = (tl.program_id(0) // blocks).to(tl.int64)
     d = tl.program_id(0) % blocks * BLOCK_D + tl.arange(0, BLOCK_D)
     sum_D = tl.zeros((BLOCK_D,), tl.float32)
     for slot in range(0, ACTIVE):
         at = row * ACTIVE + slot
-        is_own = tl.load(indices + at) >= 0  # else nothing wrote its part
+        is_own = tl.load(indices + at) >= 0  # otherwise its part was not written
         width = tl.where(is_own, IN, 0)
         part_D = tl.load(parts + at * IN + d, mask=d < width, other=0.0).to(tl.float32)
         sum_D += tl.where(is_own, part_D * tl.load(weights + at), 0.0)

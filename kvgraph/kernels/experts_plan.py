@@ -1,7 +1,7 @@
 """Variants and launches of fused_experts.
 
-Five launches: slots are sorted by expert, tiles find their expert, two grouped products, and the
-weighed sum. Grids follow from the number of rows alone.
+Five launches: sort slots by expert, place tiles, two grouped products, and the weighted sum. Grids
+follow from the number of rows only.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from kvgraph.ops.matrices import stored_dtype
 from kvgraph.ops.packed import INTEGERS, SILU, Form
 
 MOST_EXPERTS = 1024
-"""A program that places tiles has all of their offsets in registers."""
+"""Most experts of a layer: a program that places tiles has all their offsets in registers."""
 
 TILE_FIELDS = 3
-"""Numbers of a tile in memory: its expert, and the half-open range of its sorted slots."""
+"""Fields of a tile in memory: its expert, and the half-open range of its sorted slots."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,8 +62,8 @@ class ExpertsShape:
         shapes: Mapping[str, tuple[int, ...]],
         attributes: Mapping[str, float],
     ) -> ExpertsShape:
-        """Of a call with x of `dtype`, by the shapes of its operands. The same where kernels are
-        compiled and launched."""
+        """The shape of a call with x of `dtype`, from the shapes of its operands; it is the same
+        when kernels are compiled and when they are launched."""
         experts, both, _ = shapes["up"]
         return cls(
             dtype=dtype,
@@ -85,7 +85,7 @@ class ExpertsShape:
         )
 
     def check(self) -> None:
-        """UnsupportedError names what no compiled kernel supports, and what they do."""
+        """Raise UnsupportedError for a value that no compiled kernel supports."""
         if self.experts > MOST_EXPERTS:
             raise UnsupportedError(
                 f"experts: expected at most {MOST_EXPERTS} in a layer on cuda, got {self.experts}"
@@ -108,7 +108,8 @@ def experts_variants(shape: ExpertsShape, arch: str) -> tuple[Variant, ...]:
 
 
 def plan_experts(shape: ExpertsShape, arch: str, rows: int, role: str = "") -> LaunchPlan:
-    """Operands: those of the op, by name; `out` is written. `role` "": by the number of rows."""
+    """Plan of a call. Operands: the op's, by name; `out` is written. `role`: of the tiles; "" means
+    by the number of rows."""
     if not rows:
         return LaunchPlan()
     slots, width, inner = rows * shape.active, shape.in_features, shape.inner_features
@@ -136,7 +137,8 @@ def plan_experts(shape: ExpertsShape, arch: str, rows: int, role: str = "") -> L
 
 
 def most_tiles(slots: int, experts: int, block_m: int) -> int:
-    """That `slots` can make, however they choose: each expert's last tile may be short."""
+    """Most tiles that `slots` slots can need for any choice of experts; each expert's last tile may
+    be short."""
     chosen = min(slots, experts)
     return chosen + (slots - chosen) // block_m
 
@@ -158,7 +160,7 @@ def sum_variant(shape: ExpertsShape) -> Variant:
 
 
 def _of_role(shape: ExpertsShape, arch: str, role: str) -> tuple[Variant, Variant, Variant]:
-    """What places the tiles, and both products."""
+    """Variants that place the tiles and compute both products."""
     tiles = matrix_tiles(role, shape.dtype, shape.form, arch, spread=True)
     place = _place_variant(shape.experts, tiles.block_m)
     return place, _up_variant(shape, arch, role, tiles), _down_variant(shape, arch, role, tiles)
@@ -173,7 +175,7 @@ def _place_variant(experts: int, block_m: int) -> Variant:
         "BLOCK_E": block_e,
         "BLOCK_P": max(4096 // block_e, 4),
     }
-    warps = max(block_e // 64, 4)  # with more experts for a thread Triton keeps some in memory
+    warps = max(block_e // 64, 4)  # with more experts per thread Triton keeps some in memory
     return Variant(variants.PLACE_TILES, "", "int32", "int32", constants, warps, 1)
 
 

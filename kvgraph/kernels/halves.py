@@ -1,12 +1,13 @@
-"""Numbers of few bits as halves, in PTX: four bytes and two results at a time.
+"""Conversion of numbers of few bits to halves (float16, bfloat16), in PTX, four bytes at a time.
 
-The compiler has registers of their own for bytes and nibbles, and takes six to ten instructions for
-each. What the PTX does is an exact conversion; Triton's interpreter, which has no PTX, makes one.
+The compiler would keep each byte or nibble in its own register, and take six to ten instructions
+for each. The PTX converts exactly; Triton's interpreter, which has no PTX, converts exactly in
+another way.
 
-- Whole numbers: their bits are the mantissa of a half with a fixed exponent, whose own value is
-  then subtracted (as FasterTransformer converts int4).
-- FP4 and FP8: exponent and mantissa move into a half's fields, which gives a number that is too
-  small by a power of two, subnormals included; the product with that power is exact.
+- Integers: their bits become the mantissa of a half with a fixed exponent; the value of that
+  exponent is then subtracted (as FasterTransformer converts int4).
+- FP4 and FP8: exponent and mantissa move into a half's fields. The result is too small by a power
+  of two, also for subnormals; the product with that power is exact.
 """
 
 import triton
@@ -14,7 +15,8 @@ import triton.language as tl
 
 IN_PTX = tl.constexpr(not triton.knobs.runtime.interpret)
 
-# Of `prmt.b32 d, bytes, other`: bytes 0 and 1, or 2 and 3, each under or over a byte of `other`.
+# Selectors of `prmt.b32 d, bytes, other`: bytes 0 and 1, or 2 and 3, each below or above a byte of
+# `other`.
 _UNDER = ("0x4140", "0x4342")
 _OVER = ("0x1404", "0x3424")
 
@@ -29,8 +31,9 @@ def _asm(
     four: str = "",
     other: str = "0",
 ) -> tl.constexpr:
-    """PTX for four bytes in $2 and two halves each in $0 and $1: `four` works on all, `pair` on
-    two that are spread over `p`; then come a product and a sum. `factor` and `addend` are bits."""
+    """PTX that converts four bytes in $2 to two halves each in $0 and $1. `four`: code for all
+    bytes. `pair`: code for two bytes that are spread over `p`; a product with `factor` and a sum
+    with `addend`, both given as bits, follow."""
     steps = [
         f"prmt.b32 p, w, {other}, {selector}; {pair} fma.rn.{kind}x2 ${number}, p, f, a;"
         for number, selector in enumerate(selectors)
@@ -41,7 +44,7 @@ def _asm(
 
 
 def _moved(sign: str, shift: str, mask: str) -> str:
-    """Sign, and exponent and mantissa, from where `_OVER` puts them to where a half has them."""
+    """PTX that moves sign, exponent and mantissa from the places of `_OVER` to a half's fields."""
     return f"{sign} and.b32 s, s, 0x80008000; {shift}; and.b32 p, p, {mask}; or.b32 p, p, s;"
 
 
@@ -82,11 +85,11 @@ E4M3_BF16, E4M3_F16 = _e4m3("bf16"), _e4m3("f16")
 
 @triton.jit
 def as_bf16(x, ASM: tl.constexpr):
-    """Bytes as bfloat16, by one of the texts above."""
+    """Convert bytes to bfloat16 by one of the PTX texts above."""
     return tl.inline_asm_elementwise(ASM, "=r,=r,r", [x], tl.bfloat16, is_pure=True, pack=4)
 
 
 @triton.jit
 def as_f16(x, ASM: tl.constexpr):
-    """Bytes as float16, by one of the texts above."""
+    """Convert bytes to float16 by one of the PTX texts above."""
     return tl.inline_asm_elementwise(ASM, "=r,=r,r", [x], tl.float16, is_pure=True, pack=4)

@@ -1,4 +1,4 @@
-"""Which keys the queries of a tile see, and the parts that a long context is split into."""
+"""Device functions on keys: the keys that a tile's queries see, and the parts of a long context."""
 
 import triton
 import triton.language as tl
@@ -8,7 +8,7 @@ import triton.language as tl
 def part_of_keys(low, high, num_parts, part, BLOCK_N: tl.constexpr, MIN_PART: tl.constexpr):
     """Keys [begin, end) of one part of the keys [low, high); begin is a multiple of BLOCK_N.
 
-    Parts hold as many keys each, at least MIN_PART (a multiple of BLOCK_N); the last may be empty.
+    Parts have equally many keys, at least MIN_PART (a multiple of BLOCK_N); the last may be empty.
     """
     base = low // BLOCK_N * BLOCK_N
     blocks = (high - base + BLOCK_N - 1) // BLOCK_N

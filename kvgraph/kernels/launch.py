@@ -1,4 +1,4 @@
-"""The launches of an op: for the interpreter, for torch tensors and for the native launcher.
+"""Plans of an op's launches, for the interpreter, torch tensors and the native launcher.
 
 Grids follow from sizes that the host knows (upper bounds, never the values on the device), so
 nothing waits for the device. The rules of attention are the native library's
@@ -29,18 +29,18 @@ from kvgraph.ops.launch_names import ROLES, SCRATCH, VALUES
 from kvgraph.ops.launch_native import Constants, Planned, StepSizes, Tiling
 
 KEPT_PLANS = 128
-"""Of one shape of products or norms, and of all attention: a step's own, and those of sizes that
-come again."""
+"""Plans that are cached for one shape of products or norms, and for all attention, since sizes are
+repeated within a step and later."""
 
 PlanOf = Callable[..., "LaunchPlan"]
-"""A plan by the number of rows, or of columns."""
+"""Function from the number of rows, or of columns, to a plan."""
 
 TRITON_DTYPES = {f"*{dtype.triton}": dtype.name for dtype in DTYPES.values() if dtype.triton}
 
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """One launch. `arguments` follow `variant.parameters`: the name of an operand or of scratch
+    """One launch. `arguments`: one per `variant.parameters`, the name of an operand or of scratch
     memory, or a value."""
 
     variant: Variant
@@ -61,7 +61,7 @@ class LaunchPlan:
     _dtypes: dict[str, str] = field(default_factory=dict, compare=False, repr=False)
 
     def scratch_dtypes(self) -> dict[str, str]:
-        """As the kernels that get it declare it."""
+        """Dtype of each scratch memory, from the parameters of the kernels that use it."""
         if len(self._dtypes) < len(self.scratch):
             types = {p.name: p.type for one in self.launches for p in one.variant.parameters}
             self._dtypes.update({name: TRITON_DTYPES[types[name]] for name in self.scratch})
@@ -70,8 +70,8 @@ class LaunchPlan:
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """What the host knows of a step. `max_new` and `max_context` are bounds (`max_lengths[0]`);
-    `max_positions`, of the rotary table, bounds the context where it is not 0."""
+    """Sizes of a step that the host knows. `max_new`, `max_context`: bounds (`max_lengths[0]`).
+    `max_positions`: positions of the rotary table, which bound the context unless 0."""
 
     batch_size: int
     total_seq_len: int
@@ -82,7 +82,7 @@ class Sizes:
 
 
 def plan_store(shape: AttentionShape, arch: str, sizes: Sizes, layer: int) -> LaunchPlan:
-    """store_kv of one layer. Operands: those of the op, and cos_sin with rope."""
+    """Plan store_kv of one layer. Operands: the op's, and cos_sin with rope."""
     return _step_plans(b"store_kv", shape, arch, True, False, 0).plan(sizes, layer)
 
 
@@ -94,10 +94,10 @@ def plan_attention(
     *,
     multiprocessors: int = 0,
 ) -> LaunchPlan:
-    """paged_attention of one layer: one launch for the rows that a decode tile takes, one for the
-    longer ones, each only where such rows may exist; and a merge where the context is split.
+    """Plan paged_attention of one layer: one launch for the rows that fit a decode tile, one for
+    longer rows, each only if such rows may exist, and a merge if the context is split.
 
-    `multiprocessors` 0: those of a typical device of `arch`.
+    `multiprocessors`: 0 means those of a typical device of `arch`.
     """
     plans = _step_plans(b"paged_attention", shape, arch, False, True, multiprocessors)
     return plans.plan(sizes, layer)
@@ -112,9 +112,9 @@ def plan_update_and_attend(
     stores: bool = True,
     multiprocessors: int = 0,
 ) -> LaunchPlan:
-    """update_and_attend of one layer: k is rotated as it is stored, q as attention loads it.
+    """Plan update_and_attend of one layer: k is rotated when stored, q when attention loads it.
 
-    KernelError for sizes that no step has.
+    KernelError for impossible sizes.
     """
     plans = plans_of_steps(shape, arch, stores=stores, multiprocessors=multiprocessors)
     return plans.plan(sizes, layer)
@@ -123,19 +123,21 @@ def plan_update_and_attend(
 def plans_of_steps(
     shape: AttentionShape, arch: str, *, stores: bool = True, multiprocessors: int = 0
 ) -> StepPlans:
-    """What `plan_update_and_attend` asks, for hosts that ask it at every step."""
+    """The StepPlans behind `plan_update_and_attend`, for hosts that plan at every step."""
     return _step_plans(b"update_and_attend", shape, arch, stores, True, multiprocessors)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepPlans:
-    """What the plans of an op share: the question, and variants by role."""
+    """Shared data of an op's plans: `question`, the input for the native library, and `variants` in
+    the order of ROLES."""
 
     question: launch_native.StepPlan
     variants: tuple[Variant, ...]
 
     def plan(self, sizes: Sizes, layer: int) -> LaunchPlan:
-        """KernelError for sizes that no step has. Layers differ in their number alone."""
+        """Plan of one layer; plans of layers differ only in the layer's number. KernelError for
+        impossible sizes."""
         first, places = _first_layer(self, sizes)
         if not layer:
             return first
@@ -146,7 +148,7 @@ class StepPlans:
         return LaunchPlan(tuple(launches), first.scratch, first._dtypes)
 
     def ask(self, sizes: Sizes) -> LaunchPlan:
-        """The native library's plan of layer 0."""
+        """Get the plan of layer 0 from the native library."""
         asked = launch_native.StepPlan.from_buffer_copy(self.question)
         asked.sizes = StepSizes(
             sizes.batch_size,
@@ -169,7 +171,7 @@ class StepPlans:
 
 @lru_cache(KEPT_PLANS)
 def _first_layer(plans: StepPlans, sizes: Sizes) -> tuple[LaunchPlan, list[int | None]]:
-    """Layer 0's plan, and where each launch has the layer among its arguments."""
+    """Plan of layer 0, and the place of the layer in each launch's arguments (None: not used)."""
     plan = plans.ask(sizes)
     names = [[p.name for p in one.variant.parameters] for one in plan.launches]
     return plan, [n.index("layer") if "layer" in n else None for n in names]
@@ -197,7 +199,7 @@ def _step_plans(
 
 
 def constants(shape: AttentionShape) -> Constants:
-    """What the kernels of `shape` are compiled for."""
+    """Constants that the kernels of `shape` are compiled for."""
     cache, rope = shape.cache, shape.rope
     return Constants(
         scale=shape.scale,
@@ -220,7 +222,8 @@ def constants(shape: AttentionShape) -> Constants:
 
 
 def tiling(shape: AttentionShape, arch: str, multiprocessors: int = 0) -> Tiling:
-    """How kernels of `arch` split a step. `multiprocessors` 0: those of a typical device."""
+    """Sizes by which kernels of `arch` split a step. `multiprocessors`: 0 means those of a typical
+    device."""
     return Tiling(
         store_tokens=_int(store_variant(shape.cache, shape.rope), "BLOCK_R"),
         prefill_tokens=shapes.prefill_tiles(shape, arch).block_m // shape.group,
@@ -231,7 +234,7 @@ def tiling(shape: AttentionShape, arch: str, multiprocessors: int = 0) -> Tiling
     )
 
 
-# ---- element-wise kernels, which Python alone plans ---------------------------------------------
+# ---- element-wise kernels, which are planned in Python only -------------------------------------
 
 
 def plan_rms_norm(variant: Variant, num_rows: int) -> LaunchPlan:
@@ -250,7 +253,7 @@ def plan_increment(batch_size: int) -> LaunchPlan:
 
 @cache
 def plans_by_sizes(plan: Callable[..., LaunchPlan], *constants: Hashable) -> PlanOf:
-    """`plan(*constants, *sizes)` by its sizes: layers of one shape ask for the same in a step."""
+    """Cached function from sizes to `plan(*constants, *sizes)`: layers of a shape repeat sizes."""
     return lru_cache(KEPT_PLANS)(partial(plan, *constants))
 
 

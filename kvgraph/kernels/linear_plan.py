@@ -1,7 +1,7 @@
-"""Variants and launches of quantized_linear: tiles, and parts of the inputs, follow from the rows.
+"""Variants and launches of quantized_linear: the number of rows decides tiles and parts of inputs.
 
-A layer of few columns gives few multiprocessors a tile of many rows. Its inputs are split then:
-each part is summed apart, in float32, and a second launch sums the parts in their order.
+A layer of few columns has tiles for few multiprocessors. Its inputs are then split: each part is
+summed separately, in float32, and a second launch sums the parts in their order.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ from kvgraph.ops.packed import E4M3, INTEGERS, Form
 
 SPLIT_SUFFIX = "_split"
 PROGRAMS = 2.1
-"""For a multiprocessor, which parts of the inputs make up: near the best of a sweep on an H100."""
+"""Programs per multiprocessor that parts of the inputs should give: near the best of a sweep on an
+H100."""
 PROGRAMS_OF_ROUNDED = {
     ("rows16", False): 1.0,
     ("rows16", True): 3.0,
@@ -41,11 +42,11 @@ PROGRAMS_OF_ROUNDED = {
     ("rows128", False): 1.0,
     ("rows128", True): 1.0,
 }
-"""The same where x is rounded, of a sweep on an H200: by role, and whether there are groups."""
+"""PROGRAMS if x is rounded, by role and whether there are groups, from a sweep on an H200."""
 MOST_PARTS, LEAST_BLOCKS = 8, 2
-"""Of the inputs; and steps that a part has at least."""
+"""Most parts of the inputs; and least steps of a part."""
 EXPANDED_COLUMNS = 32
-"""Of a program that expands a weight."""
+"""Columns of a program that expands a weight."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,8 +72,8 @@ class LinearShape:
         shapes: Mapping[str, tuple[int, ...]],
         attributes: Mapping[str, float],
     ) -> LinearShape:
-        """Of a call with x of `dtype`, by the shapes of its operands. The same where kernels are
-        compiled and launched."""
+        """The shape of a call with x of `dtype`, from the shapes of its operands; it is the same
+        when kernels are compiled and when they are launched."""
         first, second, third = (int(attributes[f"out_features{s}"]) for s in ("", "_1", "_2"))
         return cls(
             dtype=dtype,
@@ -97,8 +98,8 @@ class LinearShape:
 
 
 def linear_variants(shape: LinearShape, arch: str) -> tuple[Variant, ...]:
-    """Every kernel that `plan_linear` may launch for `shape`, and what multiplies its weight in
-    full."""
+    """Every kernel that `plan_linear` may launch for `shape`, and the kernels that expand its
+    weight or join products of a library."""
     roles = roles_of(shape, arch)
     products = [_variant(shape, arch, role) for role in roles]
     sums = [_sum_variant(shape)] if any(map(is_split, roles)) else []
@@ -115,8 +116,8 @@ def linear_variants(shape: LinearShape, arch: str) -> tuple[Variant, ...]:
 
 @lru_cache
 def roles_of(shape: LinearShape, arch: str) -> tuple[str, ...]:
-    """Of the products that `plan_linear` may launch: of few rows first, those over parts of the
-    inputs with SPLIT_SUFFIX."""
+    """Roles of the products that `plan_linear` may launch, few rows first; roles over parts of the
+    inputs end with SPLIT_SUFFIX."""
     found: list[str] = []
     roles = _roles(shape, arch)
     for role, most in roles.items():
@@ -133,7 +134,7 @@ def is_split(role: str) -> bool:
 
 
 def parts_of(shape: LinearShape, arch: str, role: str, rows: int) -> int:
-    """Into how many parts the inputs are split, so that all multiprocessors have a tile."""
+    """Number of parts into which the inputs are split, so that all multiprocessors have a tile."""
     if role in ROLES:
         return 1
     tiles = _tiles(shape, arch, role)
@@ -144,8 +145,8 @@ def parts_of(shape: LinearShape, arch: str, role: str, rows: int) -> int:
 
 
 def plan_linear(shape: LinearShape, arch: str, rows: int, role: str = "") -> LaunchPlan:
-    """Operands: those of the op, by name; its outputs are written. `role`: one of `roles_of`; "":
-    by the rows."""
+    """Plan of a call. Operands: the op's, by name; its outputs are written. `role`: one of
+    `roles_of`; "" means by the rows."""
     if not rows:
         return LaunchPlan()
     own = role.removesuffix(SPLIT_SUFFIX) or _role_of(shape, arch, rows)
@@ -158,7 +159,7 @@ def plan_linear(shape: LinearShape, arch: str, rows: int, role: str = "") -> Lau
 def plan_tiles(
     shape: LinearShape, arch: str, rows: int, role: str, tiles: MatrixTiles, parts: int
 ) -> LaunchPlan:
-    """`plan_linear` with these tiles, over at most so many parts of the inputs."""
+    """Plan of a call with these tiles, over at most `parts` parts of the inputs."""
     grid = ceildiv(rows, tiles.block_m), ceildiv(shape.columns, tiles.block_n)
     values = {"num_rows": rows, "in_features": shape.in_features}
     blocks = _blocks(shape, tiles)
@@ -184,8 +185,8 @@ def plan_tiles(
 
 
 def plan_expand(shape: LinearShape, arch: str, first: int, columns: int) -> LaunchPlan:
-    """`plain [columns, in_features]`: the weight of so many columns from `first` on in the
-    activations' dtype; gates before what they gate, of which both numbers count each."""
+    """Plan that writes `plain [columns, in_features]`: `columns` columns of the weight from `first`
+    on, in the activations' dtype. Columns of gate and up both count; gates are written first."""
     variant = _expand_variant(shape, arch)
     blocks = _blocks(shape, _last_tiles(shape, arch))
     grid = ceildiv(columns, _int(variant, "BLOCK_N")), blocks
@@ -193,40 +194,40 @@ def plan_expand(shape: LinearShape, arch: str, first: int, columns: int) -> Laun
 
 
 def plan_round(shape: LinearShape, rows: int, *, restores: bool = False) -> LaunchPlan:
-    """`rounded [rows, in_features]` and `row_scales [rows]` of x; or `restored`, what they are in
-    x's dtype."""
+    """Plan that writes `rounded [rows, in_features]` and `row_scales [rows]` of x; or `restored`,
+    their product in x's dtype."""
     variant = _round_variant(shape, restores=restores)
     return LaunchPlan((launch_of(variant, (rows, 1), {}),))
 
 
 def plan_join(shape: LinearShape, rows: int) -> LaunchPlan:
-    """Outputs of `products [rows, columns]`."""
+    """Plan that writes the op's outputs from `products [rows, columns]`."""
     variant = _sum_variant(shape, of_products=True)
     grid = rows, ceildiv(shape.columns, _int(variant, "BLOCK_D"))
     return LaunchPlan((launch_of(variant, grid, {}),))
 
 
 def is_library(shape: LinearShape, arch: str) -> bool:
-    """Whether torch's library multiplies many rows of FP8 by it. It takes scales of columns, gives
-    bfloat16, and takes lines of whole 16 bytes; it was measured on sm_90."""
+    """Whether torch's library computes products of many rows with this weight: FP8 with scales of
+    columns, bfloat16 results, lines of whole 16 bytes, and sm_90, on which it was measured."""
     is_float8 = shape.rounds and shape.codes == E4M3 and not shape.group
     fits = shape.in_features % ALIGNMENT == shape.columns % ALIGNMENT == 0
     return is_float8 and fits and shape.dtype == "bfloat16" and arch == "sm_90"
 
 
 def is_expanded(shape: LinearShape, arch: str) -> bool:
-    """Whether many rows are multiplied by the weight in full: kernels of int8 by int8 take no more
-    time than that, by estimate."""
+    """Whether many rows are multiplied by the expanded weight. int8 by int8 is not: its kernels are
+    estimated to be as fast."""
     return not is_library(shape, arch) and not (shape.rounds and shape.codes != E4M3)
 
 
 def has_parts(shape: LinearShape) -> bool:
-    """Whether a product with its weight is not its output yet."""
+    """Whether outputs must be computed from a product: a gate, a bias, or several outputs."""
     return shape.gated or shape.bias or any(shape.out_features[1:])
 
 
 def gate_variant(shape: LinearShape) -> Variant:
-    """Of products with a gated weight in full."""
+    """Variant of silu_mul for products with an expanded, gated weight."""
     return variants.silu_mul_variant(shape.dtype, shape.out_features[0])
 
 
@@ -250,7 +251,7 @@ def _tiles(shape: LinearShape, arch: str, role: str) -> MatrixTiles:
 
 
 def _blocks(shape: LinearShape, tiles: MatrixTiles) -> int:
-    """Steps over the inputs: a step of nibbles has twice as many as bytes."""
+    """Number of steps over the inputs; a step of nibbles has twice as many inputs as of bytes."""
     return ceildiv(shape.in_features, tiles.block_k * (2 if shape.bits == 4 else 1))
 
 
@@ -299,7 +300,7 @@ def _round_variant(shape: LinearShape, *, restores: bool = False) -> Variant:
 
 @lru_cache
 def _sum_variant(shape: LinearShape, *, of_products: bool = False) -> Variant:
-    """`of_products`: of a whole product, which a library made."""
+    """Variant that computes outputs from sums of parts; `of_products`: from a library's product."""
     block = min(power_of_two(shape.columns, 16), 1024)
     constants: dict[str, Constant] = {**_outputs(shape), "BLOCK_D": block}
     absent = absent_of(bias=not shape.bias) | _absent_outputs(shape)

@@ -1,11 +1,10 @@
-"""Tiles of matrix products with a weight, by the rows that meet it.
+"""Tiles of matrix products with a weight, by the number of rows.
 
-The rule is the mean number of rows that meet one weight, an upper bound that the host knows. Tiles
-of few rows have as many as a tensor core takes at least, and what counts is how many bytes of
-weights are on their way; those of more rows use each byte oftener. Tiles of sm_90 follow sweeps on
-an H100 and an H200 (docs/results/gpu.md), but for groups of 32 and 64: few kinds that are near the
-fastest of each layer. Those of other architectures are as large as registers and shared memory
-hold.
+The rule is the mean number of rows per weight, an upper bound that the host knows. Tiles of few
+rows have the least rows of a tensor core; their speed depends on the bytes of weights in flight.
+Tiles of more rows use each byte more often. Tiles of sm_90 follow sweeps on an H100 and an H200
+(docs/results/gpu.md), except for groups of 32 and 64: few kinds that are near the fastest of each
+layer. Tiles of other architectures are as large as registers and shared memory allow.
 """
 
 from __future__ import annotations
@@ -21,25 +20,28 @@ from kvgraph.ops.packed import E4M3, Form
 
 FEW_ROWS = 16
 ROLES_OF_OTHERS = {"few": FEW_ROWS, "many": 0}
-"""Of linear layers where more roles were not measured -> rows of a step, but for the last one."""
+"""Most rows of a step by role (0 for the last role), if no other roles of linear layers were
+measured."""
 
 ROLES = tuple(ROLES_OF_OTHERS)
-"""Of experts too."""
+"""Roles of these tiles; experts have the same."""
 
 ROLES_OF_ROWS = {"few": FEW_ROWS, "rows32": 32, "rows64": 64, "rows128": 128}
-"""Of linear layers on sm_90 -> rows of a tile, and of a step that has it, but for the last one."""
+"""Rows of a tile, and most rows of a step that uses it (the last role has no bound), for linear
+layers on sm_90."""
 
 ROLES_OF_ROUNDED = {"rows16": 16, "rows32": 32, "rows64": 256, "rows128": 512}
-"""Where x is rounded -> rows of a step that has it, but for the last one."""
+"""Most rows of a step by role (the last role has no bound), if x is rounded."""
 
 SPREAD_COLUMNS = 16384
-"""Of a weight whose columns give all multiprocessors a tile; the experts of a layer do."""
+"""Least columns of a weight that give all multiprocessors a tile; the experts of a layer always do.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class MatrixTiles:
-    """`block_m` rows by `block_n` columns; `block_k` inputs at a time, all under one scale: of
-    nibbles half a span. `slices` of the inputs are summed apart, by warps of their own."""
+    """Tiles of `block_m` rows by `block_n` columns. `block_k`: inputs of a step, all under one
+    scale; for nibbles half a span. `slices`: parts of the inputs that different warps sum."""
 
     block_m: int
     block_n: int
@@ -50,13 +52,13 @@ class MatrixTiles:
 
 
 def role_of(rows: int, tiles: int) -> str:
-    """ "few" for at most FEW_ROWS rows for each of so many tiles."""
+    """Role of the tiles: "few" if there are at most FEW_ROWS rows for each tile, else "many"."""
     return "few" if rows <= FEW_ROWS * tiles else "many"
 
 
 def linear_roles(dtype: str, arch: str, *, rounds: bool = False) -> Mapping[str, int]:
-    """Of linear layers, by growing tiles -> rows of a step that has it, but for the last one;
-    `rounds`: those of rounded rows."""
+    """Most rows of a step by role of linear layers, small tiles first; the last role has no bound.
+    `rounds`: whether rows are rounded."""
     if arch != "sm_90" or itemsize(dtype) == 4:
         return ROLES_OF_OTHERS
     return ROLES_OF_ROUNDED if rounds else ROLES_OF_ROWS
@@ -65,7 +67,7 @@ def linear_roles(dtype: str, arch: str, *, rounds: bool = False) -> Mapping[str,
 def linear_tiles(
     role: str, dtype: str, form: Form, arch: str, *, spread: bool, rounds: bool = False
 ) -> MatrixTiles:
-    """Of one of `linear_roles`."""
+    """Tiles of a linear layer for one of `linear_roles`."""
     if rounds:
         return _tiles_of_bytes(role, form)
     if role in ROLES:
@@ -78,8 +80,8 @@ def linear_tiles(
 
 
 def multiply_bytes(form: Form, archs: Sequence[str]) -> bool:
-    """Whether tensor cores of all `archs` take the numbers of `form` from both factors, and there
-    are kernels that do: of bytes with a scale for a column, and of FP8 also in groups of 128."""
+    """Whether tensor cores of all `archs` multiply numbers of `form` by such numbers, and kernels
+    support it: bytes with one scale per column, and FP8 also in groups of 128."""
     is_float8 = form.codes == E4M3
     if form.bits != 8 or form.has_offsets or form.group not in ((0, 128) if is_float8 else (0,)):
         return False
@@ -87,7 +89,7 @@ def multiply_bytes(form: Form, archs: Sequence[str]) -> bool:
 
 
 def _tiles_of_bytes(role: str, form: Form) -> MatrixTiles:
-    """Where tensor cores take bytes of both factors. There are no slices of the inputs."""
+    """Tiles for products of bytes by bytes; the inputs are not divided into slices."""
     if role in ("few", "rows16"):
         return MatrixTiles(16, 64, form.group or 256, 4, 4)
     if role == "rows32":
@@ -100,7 +102,8 @@ def _tiles_of_bytes(role: str, form: Form) -> MatrixTiles:
 
 
 def matrix_tiles(role: str, dtype: str, form: Form, arch: str, *, spread: bool) -> MatrixTiles:
-    """`spread`: whether columns and experts alone give all multiprocessors a tile."""
+    """Tiles of a role, "few" or "many". `spread`: whether columns and experts alone give all
+    multiprocessors a tile."""
     few, bits, target = role == "few", form.bits, capability(arch)
     half = _inputs_of_step(form) if bits == 4 else 0
     if target < 80 or itemsize(dtype) == 4:  # no tensor cores
@@ -110,7 +113,7 @@ def matrix_tiles(role: str, dtype: str, form: Form, arch: str, *, spread: bool) 
     if target == 90:
         return _tiles_of_sm_90(few, form, half, spread)
     wide = half or form.group or (128 if bits else 64)
-    stages = 4 if wide >= 64 else 8  # of so few bytes more have to be on their way
+    stages = 4 if wide >= 64 else 8  # small steps need more of them in flight
     return MatrixTiles(16, 64, wide, 4, stages) if few else MatrixTiles(64, 128, wide, 8, 3)
 
 
@@ -120,7 +123,7 @@ def _tiles_of_sm_90(few: bool, form: Form, half: int, spread: bool) -> MatrixTil
         return MatrixTiles(64, 128, wide if bits else 64, 4 if half == 64 else 8, 3)
     if not bits:
         return MatrixTiles(16, 64, wide, 4, 3)
-    if wide < 64:  # of so few bytes more have to be on their way
+    if wide < 64:  # small steps need more of them in flight
         return MatrixTiles(16, 32, wide, 4, 6, 4)
     if bits == 4:
         return MatrixTiles(16, 64, wide, 4, 4, 2) if spread else MatrixTiles(16, 32, wide, 4, 3, 4)
@@ -130,12 +133,12 @@ def _tiles_of_sm_90(few: bool, form: Form, half: int, spread: bool) -> MatrixTil
 
 
 def _inputs_of_step(form: Form) -> int:
-    """Bytes of a row of a weight that a step loads: half a span of nibbles, or under one scale."""
+    """Bytes of a weight's row that a step loads: half a span of nibbles, or inputs of a scale."""
     return span_of(form.group) // 2 if form.bits == 4 else form.group or 128
 
 
 def absent_operands(form: Form, has_bias: bool, prefix: str = "") -> frozenset[str]:
-    """Those of a weight that a kernel goes without."""
+    """Operands of a weight that a kernel does not have."""
     given = {
         "scales": form.has_scales,
         "group_bytes": form.has_group_bytes,
@@ -145,7 +148,7 @@ def absent_operands(form: Form, has_bias: bool, prefix: str = "") -> frozenset[s
 
 
 def product_constants(dtype: str, form: Form, tiles: MatrixTiles, arch: str) -> dict[str, Constant]:
-    """What every kernel of a product is specialised on."""
+    """Constants of every kernel with a product."""
     return {
         "BITS": form.bits,
         "GROUP": group_of(form.bits, form.group),

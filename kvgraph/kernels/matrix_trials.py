@@ -1,7 +1,6 @@
-"""Small steps for the kernels of matrix products, with what the references of their ops make of
-them.
+"""Small steps for the kernels of matrix products, with the expected results of the references.
 
-Only experts that some row chooses are given: a kernel that reads another one leaves its buffer.
+Only experts that some row may choose are given: a kernel that reads another one leaves its buffer.
 """
 
 from __future__ import annotations
@@ -35,25 +34,25 @@ from kvgraph.ops.packed import E2M1, E4M3, INT8, INTEGERS
 WIDTHS = ("OUT", "OUT_1", "OUT_2")
 OUTS = tuple(operand.name for operand in QUANTIZED_LINEAR.outputs)
 ROWS = {"few": 18, "many": 70, "rows16": 10, "rows32": 20, "rows64": 40, "rows128": 70}
-"""Of a step by the role of its tiles: an expert that all rows choose has two tiles, and a layer two
-of few rows. Larger ones are one, as the PTX of whole layers takes minutes on a CPU."""
+"""Rows of a step by the role of its tiles. An expert that all rows choose has two tiles, and so has
+a layer of few rows. Larger tiles of a layer are single: its PTX takes minutes on a CPU."""
 
 EXPAND, RESTORE, JOIN = "expand", "restore", "join"
-"""Trials of a layer that are no products: a weight in full, rows that were rounded, and outputs of
-a product that a library made."""
+"""Trials of a layer without a product: an expanded weight, restored rows, and outputs from a
+library's product."""
 
 FEW = 3
-"""Rows of a trial that is no product."""
+"""Rows of a trial without a product."""
 
 LARGEST = {E2M1: 6.0, E4M3: 448.0, INT8: 128.0}
 
 SPARE = 2
-"""Experts beyond those of one row, of which the rows of a trial choose."""
+"""Experts of a trial beyond the number that one row chooses."""
 
 
 def experts_shapes(down: Variant, known: Iterable[Variant]) -> Iterator[ExpertsShape]:
-    """What `down` was compiled for: with each kernel of the first layer, and each number of
-    experts, that goes with it among the `known` kernels."""
+    """Yield the shapes that `down` was compiled for: one for each matching kernel of the first
+    layer, and each number of experts, among the `known` kernels."""
     kernels = list(known)
     same = down.constants.keys()
     for up in kernels:
@@ -96,7 +95,7 @@ def _has_offsets(variant: Variant, operand: str) -> bool:
 
 
 def experts_trial(shape: ExpertsShape, arch: str, name: str, rows: int = 0) -> Trial:
-    """fused_experts, all of its kernels with the tiles of `name`: "few" or "many"."""
+    """Trial of all kernels of fused_experts with the tiles of role `name`, "few" or "many"."""
     rows = rows or ROWS[name]
     rng = np.random.default_rng(rows)
     kind = DTYPES[shape.dtype].numpy
@@ -124,7 +123,7 @@ def experts_trial(shape: ExpertsShape, arch: str, name: str, rows: int = 0) -> T
 
 
 def linear_shape(variant: Variant) -> LinearShape:
-    """What a `quantized_linear` was compiled for."""
+    """The shape that a kernel of `quantized_linear` was compiled for."""
     given = {
         name: int(str(variant.constants[name]))
         for name in ("BITS", "GROUP", "CODES", "IN", *WIDTHS)
@@ -144,7 +143,7 @@ def linear_shape(variant: Variant) -> LinearShape:
 
 
 def linear_trial(shape: LinearShape, arch: str, name: str, rows: int = 0) -> Trial:
-    """quantized_linear with the tiles of `name`, one of `linear_plan.roles_of`."""
+    """Trial of quantized_linear with the tiles of `name`, one of `linear_plan.roles_of`."""
     rows = rows or ROWS[name.removesuffix(SPLIT_SUFFIX)]
     rng = np.random.default_rng(rows)
     kind = DTYPES[shape.dtype].numpy
@@ -172,7 +171,7 @@ def linear_trial(shape: LinearShape, arch: str, name: str, rows: int = 0) -> Tri
 
 
 def linear_trials(shape: LinearShape, arch: str) -> dict[str, Callable[[], Trial]]:
-    """By name, what launches all kernels of a layer."""
+    """Trials, by name, that together launch all kernels of a layer."""
     found: dict[str, Callable[[], Trial]] = {
         role: partial(linear_trial, shape, arch, role) for role in roles_of(shape, arch)
     }
@@ -186,7 +185,7 @@ def linear_trials(shape: LinearShape, arch: str) -> dict[str, Callable[[], Trial
 
 
 def restore_trial(shape: LinearShape) -> Trial:
-    """Rows of x, one of them of zeros, as their rounded numbers stand for them."""
+    """Trial of restored rows: rows of x, one of them zeros, rounded and restored to x's dtype."""
     x = np.random.default_rng(0).standard_normal((FEW, shape.in_features))
     x[1] = 0
     given = {"x": x.astype(DTYPES[shape.dtype].numpy)}
@@ -196,7 +195,7 @@ def restore_trial(shape: LinearShape) -> Trial:
 
 
 def join_trial(shape: LinearShape) -> Trial:
-    """Outputs of a product, with the bias and behind the gate."""
+    """Trial of outputs from a product: with its bias, and joined if it is gated."""
     rng, kind = np.random.default_rng(0), DTYPES[shape.dtype].numpy
     given = {"products": rng.standard_normal((FEW, shape.columns)).astype(kind)}
     y_MN = given["products"].astype(np.float32)
@@ -213,7 +212,7 @@ def join_trial(shape: LinearShape) -> Trial:
 
 
 def expand_trial(shape: LinearShape, arch: str) -> Trial:
-    """All of a weight but its first two columns, where it has others."""
+    """Trial of an expanded weight, without its first two columns if it has more."""
     rng, first = np.random.default_rng(0), 2 if shape.columns > 2 else 0
     kind, columns = DTYPES[shape.dtype].numpy, shape.columns - first
     stored = _weight(rng, "", (shape.columns,), shape.in_features, replace(shape, bias=False))
@@ -236,8 +235,8 @@ def _weight(
     inputs: int,
     shape: ExpertsShape | LinearShape,
 ) -> dict[str, Array | None]:
-    """A weight as it is stored, whose products are about as large as its inputs: "weight" where
-    `name` is empty."""
+    """A random stored weight whose products are about as large as its inputs; its key is "weight"
+    if `name` is empty."""
     kind, prefix = DTYPES[shape.dtype].numpy, f"{name}_" if name else ""
     *stacked, columns = leading
     scale = inputs**-0.5
@@ -263,7 +262,7 @@ def _weight(
 
 
 def _numbers(rng: np.random.Generator, shape: tuple[int, ...], codes: int) -> Array:
-    """Every byte that may be stored."""
+    """Random bytes of all values that can be stored: no NaN of E4M3."""
     stored = rng.integers(-128, 128, shape).astype(np.int8)
     if codes != E4M3:
         return stored

@@ -31,9 +31,9 @@ def _load_heads(
     SCALED: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """`[N, BLOCK]`: WIDTH elements of the heads `slot_N` as `dtype`, zeros where not live.
+    """Load `[N, BLOCK]`: WIDTH elements of the heads `slot_N` as `dtype`, zeros if not live.
 
-    SCALED multiplies by the group's scales; otherwise the caller applies the head's one scale.
+    SCALED: multiply by the groups' scales; otherwise the caller applies the head's one scale.
     """
     d = tl.arange(0, BLOCK)
     pointers = kv_blocks + slot_N[:, None] * HEAD_DIM + d[None, :]
@@ -66,8 +66,8 @@ def _load_heads(
 
 @triton.jit
 def _pages(table, start, low, high, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Page ids of the keys [start, start + BLOCK_N) in [low, high): one where they share a page,
-    as blocks start at multiples of BLOCK_N."""
+    """Page ids of the keys [start, start + BLOCK_N) in [low, high): one id if the keys share a
+    page, since blocks start at multiples of BLOCK_N."""
     if PAGE_SIZE % BLOCK_N == 0:
         page = tl.load(table + start // PAGE_SIZE, mask=start < high, other=0)
     else:
@@ -112,9 +112,9 @@ def _attend(
     BLOCK_E: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """The softmax state after the keys [start, start + BLOCK_N) of [low, high), on pages `page`.
+    """Update the softmax state with the keys [start, start + BLOCK_N) of [low, high), on `page`.
 
-    Without MASKED every query sees every one of them.
+    Without MASKED every query sees all these keys.
     """
     n = tl.arange(0, BLOCK_N)
     key_N = start + n
@@ -231,12 +231,12 @@ def paged_attention(
     BLOCK_D: tl.constexpr,
     BLOCK_E: tl.constexpr,
 ):
-    """One query tile of one row and one kv head over the keys that it sees, or one part of them.
+    """Attention of one query tile of one row and one kv head, over the keys that it sees or a part.
 
-    Rows whose count of new tokens is outside (new_above, new_upto] belong to another launch. With
-    SPLIT a row is one tile; the parts leave sums that `merge_parts` joins.
-    Grid: (tiles * KV_HEADS, num_parts). A prompt's last tiles, which see the most keys, start
-    first: short ones fill the gaps at the end.
+    Rows with a number of new tokens outside (new_above, new_upto] belong to another launch. With
+    SPLIT a row is one tile, and `merge_parts` joins the sums of the parts.
+    Grid: (tiles * KV_HEADS, num_parts). The last tiles of a prompt, which see the most keys, start
+    first, so that short tiles fill the gaps at the end.
     """
     GROUP: tl.constexpr = HEADS // KV_HEADS
     BLOCK_T: tl.constexpr = BLOCK_M // GROUP
@@ -283,7 +283,7 @@ def paged_attention(
         top_M = tl.full((BLOCK_M,), float("-inf"), tl.float32)
         sum_M = tl.zeros((BLOCK_M,), tl.float32)
     table = lookup_table + row.to(tl.int64) * table_width
-    # Looked up a block ahead: the address of its keys is ready when their turn comes.
+    # Pages are looked up one block ahead, so that the addresses of the next keys are ready in time.
     page = _pages(table, key_begin, low, key_end, PAGE_SIZE, BLOCK_N)
     # Keys [key_begin, plain_end) are whole blocks that every query of the tile sees.
     plain_end = key_begin
@@ -343,7 +343,7 @@ def merge_parts(
     BLOCK_P: tl.constexpr,
     BLOCK_E: tl.constexpr,
 ):
-    """Joins the parts that a split `paged_attention` left, for one new token and query head.
+    """Join the parts of a split `paged_attention`, for one new token and query head.
 
     Grid: (batch_size * tokens_per_row * HEADS,); BLOCK_P is at least num_parts.
     """

@@ -1,8 +1,8 @@
 """Device functions of matrix products: rows of a weight times rows of activations.
 
-A weight is stored with its inputs next to each other, one row for an output column: in the
-activations' dtype, as bytes (int8, FP8), or as nibbles (whole numbers, FP4). It is the first
-factor: tensor cores take that from registers, where bytes and nibbles are converted, and a tile of
+A weight is stored with its inputs next to each other, one row per output column: in the
+activations' dtype, as bytes (int8, FP8), or as nibbles (integers, FP4). It is the first factor,
+which tensor cores take from registers, where bytes and nibbles are converted; this way a tile of
 few rows wastes little.
 
 Legend: M rows of activations, N output columns, K inputs, H half a span of inputs.
@@ -34,7 +34,7 @@ E2M1 = tl.constexpr(1)
 E4M3 = tl.constexpr(2)
 
 TWICE_E2M1 = tl.constexpr(0xC8643210)
-"""Nibble m: twice the magnitude of FP4 number m."""
+"""Nibble m of this constant is twice the magnitude of FP4 number m."""
 
 
 @triton.jit
@@ -60,20 +60,20 @@ def product(
     BLOCK_K: tl.constexpr,
     SLICES: tl.constexpr,
 ):
-    """`[N, M]` float32: columns `n_N` of one weight `[OUT, IN]` times rows `row_M` of x, over the
-    inputs [begin, end), which begin and end at blocks of the weight.
+    """Product `[N, M]` in float32: columns `n_N` of one weight `[OUT, IN]` times rows `row_M` of x,
+    over the inputs [begin, end), which begin and end at blocks of the weight.
 
-    BITS 0: the weight is of x's dtype; 8: bytes; 4: nibbles. Scales `[groups, OUT]` are of GROUP
-    inputs each; 0: of all. BLOCK_K bytes of a row are loaded at once, which divide GROUP. Of
-    nibbles they are a span: byte h holds inputs h and h + BLOCK_K of it, so that both halves meet
-    whole rows of x. A span is one group, or two.
+    BITS: 0 for a weight of x's dtype, 8 for bytes, 4 for nibbles. Scales `[groups, OUT]`: one per
+    GROUP inputs, or one for all inputs if 0. A step loads BLOCK_K bytes of a row, a divisor of
+    GROUP. For nibbles they are one span: its byte h holds inputs h and h + BLOCK_K, so that both
+    halves meet contiguous inputs of x. A span is one group, or two.
 
-    x may be of the weight's own bytes (int8, or FP8 as uint8): tensor cores multiply both as they
-    are, and rows of the result lack x's scales.
+    x may have the weight's kind of bytes (int8, or FP8 as uint8): tensor cores multiply both
+    without a conversion, and x's row scales are not applied to the result.
 
-    SLICES of the inputs are summed apart; 1 in float32, and of a part of the inputs. `end` is a
-    value: a loop of two steps that the compiler knows is unrolled, and writes accumulators behind
-    the fence that products of four warps need.
+    SLICES: parts of the inputs that are summed separately; 1 in float32, and for [begin, end) that
+    is not all inputs. `end` is a run-time value: the compiler would unroll a loop of two known
+    steps, and write accumulators behind the fence that products of four warps need.
     """
     rows_M = row_M.to(tl.int64) * IN
     in_N = n_N < OUT
@@ -155,8 +155,8 @@ def _product_of_all(
                 if GROUP:
                     at_N = start // GROUP * OUT + n_N
                     scale_N = _scales(scales, group_bytes, at_N, in_N, CODES)
-                # Scaled here, so that it is waited for: the next step's numbers may take the
-                # registers that it reads (kvgraph/kernels/sass.py).
+                # Scaling here waits for the product: the next step's numbers may be written to the
+                # registers that the product reads (kvgraph/kernels/sass.py).
                 part_NM = tl.dot(w_NK, tl.trans(x_MK), input_precision=PRECISION)
                 acc_NM += part_NM.to(tl.float32) * scale_N[:, None]
             else:
@@ -186,8 +186,8 @@ def _product_of_slices(
     BLOCK_K: tl.constexpr,
     SLICES: tl.constexpr,
 ):
-    """`[S, N, M]`: each of SLICES sums every SLICES-th block of inputs. They go to warps of their
-    own, so that few columns keep many warps, and many bytes, on their way."""
+    """Product `[S, N, M]`: each slice sums every SLICES-th block of inputs. Slices go to different
+    warps, so that few columns keep many warps busy and many bytes in flight."""
     s = tl.arange(0, SLICES)
     k = tl.arange(0, BLOCK_K)[None, None, :]
     rows_M = rows_M[None, :, None]
@@ -247,7 +247,7 @@ def _product_of_slices(
 
 @triton.jit
 def _factors(w, x, CODES: tl.constexpr, FP8_NATIVE: tl.constexpr):
-    """What a tensor core multiplies of a weight's bytes (or numbers) and of x."""
+    """Operands of a tensor core, from a weight's bytes (or numbers) and x."""
     if x.dtype == tl.uint8:
         return w.to(tl.float8e4nv, bitcast=True), x.to(tl.float8e4nv, bitcast=True)
     else:
@@ -264,7 +264,7 @@ def _bytes(w, CODES: tl.constexpr, FP8_NATIVE: tl.constexpr, dtype: tl.constexpr
 
 @triton.jit
 def _numbers(byte, HIGH: tl.constexpr, CODES: tl.constexpr, dtype: tl.constexpr):
-    """Numbers of one half of the bytes' nibbles."""
+    """Numbers of the low or high nibbles of bytes."""
     if CODES == E2M1:
         return _e2m1(byte, HIGH, dtype)
     else:
@@ -273,7 +273,7 @@ def _numbers(byte, HIGH: tl.constexpr, CODES: tl.constexpr, dtype: tl.constexpr)
 
 @triton.jit
 def _with_offsets(numbers, group_bytes, at, live, CODES: tl.constexpr):
-    """Numbers `[..., H]` of one group each, with the offsets that lie at `at`; exact."""
+    """Add the offsets at `at` to numbers `[..., H]` of one group each; the sum is exact."""
     if CODES == E2M1 or group_bytes is None:
         return numbers
     else:
@@ -311,7 +311,7 @@ def _e2m1(byte, HIGH: tl.constexpr, dtype: tl.constexpr):
 
 @triton.jit
 def _scales(scales, group_bytes, at_N, in_N, CODES: tl.constexpr):
-    """Of one group; of E2M1 2^(exponent - 127)."""
+    """Scales of one group; for E2M1 2^(exponent - 127)."""
     if CODES == E2M1:
         exponent_N = tl.load(group_bytes + at_N, mask=in_N, other=0).to(tl.int32) & 255
         return (exponent_N << 23).to(tl.float32, bitcast=True)
@@ -330,7 +330,7 @@ def stored_nibbles(
     CODES: tl.constexpr,
     dtype: tl.constexpr,
 ):
-    """Weights of one half of the bytes' nibbles, in `dtype`; scales of columns are at `at_N`."""
+    """Weights of the low or high nibbles of bytes, in `dtype`; columns' scales are at `at_N`."""
     w_NH = _with_offsets(_numbers(byte_NH, HIGH, CODES, dtype), group_bytes, at_N, in_N, CODES)
     return _scaled(w_NH, _scales(scales, group_bytes, at_N, in_N, CODES), dtype)
 
@@ -346,7 +346,7 @@ def stored_bytes(
     FP8_NATIVE: tl.constexpr,
     dtype: tl.constexpr,
 ):
-    """Weights of bytes, in `dtype`; scales of columns are at `at_N`."""
+    """Weights of bytes, in `dtype`; the columns' scales are at `at_N`."""
     w_NK = _bytes(byte_NK, CODES, FP8_NATIVE, dtype)
     return _scaled(w_NK, _scales(scales, group_bytes, at_N, in_N, CODES), dtype)
 
@@ -358,7 +358,7 @@ def _scaled(w_NK, scale_N, dtype: tl.constexpr):
 
 @triton.jit
 def _load_rows(x, rows_M, live_M, k_K, IN: tl.constexpr):
-    """`[M, K]`: inputs `k_K` of rows, zeros behind the last."""
+    """Load `[M, K]`: inputs `k_K` of rows, zeros after the last input."""
     return tl.load(
         x + rows_M[:, None] + k_K[None, :], mask=live_M[:, None] & (k_K < IN)[None, :], other=0.0
     )
@@ -374,8 +374,8 @@ def gated(
     LIMIT: tl.constexpr,
     UP_OFFSET: tl.constexpr,
 ):
-    """`[N / 2, M]` of columns that are gate and up in turn:
-    `activation(min(gate, LIMIT)) * (clamp(up, -LIMIT, LIMIT) + UP_OFFSET)`; LIMIT 0: none."""
+    """Join columns that alternate gate and up, `[N, M]`, to `[N / 2, M]`:
+    `activation(min(gate, LIMIT)) * (clamp(up, -LIMIT, LIMIT) + UP_OFFSET)`; LIMIT 0 means none."""
     pairs = tl.reshape(both_NM, (BLOCK_N // 2, 2, BLOCK_M))
     gate, up = tl.split(tl.permute(pairs, (0, 2, 1)))
     if LIMIT > 0:

@@ -39,16 +39,16 @@ def quantized_linear(
     BLOCK_K: tl.constexpr,
     SLICES: tl.constexpr,
 ):
-    """BLOCK_M rows of x times BLOCK_N columns of all outputs, one behind the other.
+    """Multiply BLOCK_M rows of x by BLOCK_N columns; the columns of all outputs are concatenated.
 
-    GATED: the columns are gate and up in turn, and the one output has half as many. Grid: (row
+    GATED: columns alternate gate and up, and the one output has half as many columns. Grid: (row
     tiles, columns / BLOCK_N): programs of the same columns are neighbours, and find their weights
     in the L2 cache.
 
-    x may be absent: it was `rounded` then, whose rows have a scale each.
+    x may be absent: then `rounded` is x in numbers of the weight's kind, with `row_scales`.
 
-    SPLIT: over `part_blocks` blocks of the inputs each, into `sums [parts, M, columns]`. Grid: (row
-    tiles, parts * columns / BLOCK_N).
+    SPLIT: write sums over parts of `part_blocks` blocks of inputs to `sums [parts, M, columns]`.
+    Grid: (row tiles, parts * columns / BLOCK_N).
     """
     COLUMNS: tl.constexpr = 2 * OUT if GATED else OUT + OUT_1 + OUT_2
     row_M = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -86,7 +86,7 @@ def quantized_linear(
 
 @triton.jit
 def _store(out, row_M, live_M, n_N, y_MN, OUT: tl.constexpr):
-    """Those of the columns `n_N` that are in [0, OUT)."""
+    """Store the columns `n_N` that are in [0, OUT)."""
     mask_N = (n_N >= 0) & (n_N < OUT)
     to_MN = out + row_M.to(tl.int64)[:, None] * OUT + n_N[None, :]
     tl.store(to_MN, y_MN, mask=live_M[:, None] & mask_N[None, :])
@@ -103,13 +103,13 @@ def round_rows(
     LARGEST: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """A row of x in numbers of the weight's kind, and its scale; or what these are, in x's dtype.
-    Grid: (rows,)."""
+    """Round a row of x to numbers of the weight's kind and a scale; write these, or, if `restored`
+    is given, their product in x's dtype. Grid: (rows,)."""
     row = tl.program_id(0).to(tl.int64)
     d = tl.arange(0, BLOCK_D)
     x_D = tl.load(x + row * IN + d, mask=d < IN, other=0.0).to(tl.float32)
     largest = tl.max(tl.abs(x_D), 0)
-    # The maximum leaves NaN out; a scale of NaN says that there was one.
+    # The maximum ignores NaN, so a row with a NaN gets a scale of NaN.
     largest = tl.where(tl.max((x_D != x_D).to(tl.int32), 0) > 0, float("nan"), largest)
     scale = tl.div_rn(largest, LARGEST)
     divisor = tl.where(scale == 0, 1.0, scale)
@@ -139,9 +139,9 @@ def sum_linear(
     GATED: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """BLOCK_D columns of one row of `sums [parts, M, columns]`, in the order of the parts: the
-    outputs of a quantized_linear that was split. Or of `products [M, columns]`, rounded already.
-    Grid: (rows, columns / BLOCK_D)."""
+    """Write outputs from BLOCK_D columns of one row of `sums [parts, M, columns]`, added in the
+    order of the parts, of a quantized_linear that was split; or from `products [M, columns]`, which
+    are rounded already. Grid: (rows, columns / BLOCK_D)."""
     COLUMNS: tl.constexpr = 2 * OUT if GATED else OUT + OUT_1 + OUT_2
     row = tl.program_id(0).to(tl.int64)
     d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
@@ -186,8 +186,9 @@ def expand_weight(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """`num_columns` of a weight from `first` on in the activations' dtype, `plain [num_columns,
-    IN]`. GATED: gates first, then what they gate. Grid: (num_columns / BLOCK_N, blocks of inputs).
+    """Write `num_columns` columns of a weight from `first` on, in the activations' dtype, to
+    `plain [num_columns, IN]`. GATED: gates first, then ups.
+    Grid: (num_columns / BLOCK_N, blocks of inputs).
     """
     c_N = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     in_N = c_N < num_columns

@@ -1,6 +1,7 @@
-"""What a graph's node carries as `kernels`: one flat record (`plugins/include/kvgraph/launch.h`) of
-the constants that an attention's kernels were compiled for, and for each architecture how they are
-tiled, launched and found.
+"""The attribute `kernels` of a graph's node: one flat record (`plugins/include/kvgraph/launch.h`).
+
+It has the constants that an attention's kernels were compiled for, and for each architecture the
+tiling, and the launch data and hash of each kernel.
 """
 
 from __future__ import annotations
@@ -20,15 +21,15 @@ from kvgraph.ops.launch_names import ROLES, SCRATCH, VALUES
 from kvgraph.ops.launch_native import ArchRecord, KernelParameter, KernelRecord, KernelsHeader
 
 KERNEL_ROLES = {"store_kv": "store", "merge_parts": "merge"}
-"""Kernel -> role in a plan; paged_attention's variants say theirs."""
+"""Role in a plan, by kernel; the variants of paged_attention have their own roles."""
 
 OPERANDS = tuple(o.name for o in UPDATE_AND_ATTEND.inputs + UPDATE_AND_ATTEND.outputs)
 
 
 def pack_kernels(shape: AttentionShape, compiled: Mapping[str, Sequence[Compiled]]) -> bytes:
-    """The record of every op of `shape`, from its kernels by architecture.
+    """Make the record for every op of `shape`, from its kernels by architecture.
 
-    KernelError for kernels that no host could launch.
+    KernelError for kernels that no host can launch.
     """
     header = KernelsHeader(
         version=launch_native.KERNELS_VERSION,
@@ -43,13 +44,13 @@ def pack_kernels(shape: AttentionShape, compiled: Mapping[str, Sequence[Compiled
 
 
 def image_digests(record: bytes) -> list[str]:
-    """SHA-256 of every image that a record names, each once, in its order."""
+    """SHA-256 of every image in a record, each once, in the record's order."""
     kernels = (kernel for arch in archs_of(record) for kernel in arch.kernels if kernel.function)
     return list(dict.fromkeys(bytes(kernel.sha256).hex() for kernel in kernels))
 
 
 def archs_of(record: bytes) -> list[ArchRecord]:
-    """A record's architectures, copied."""
+    """Copies of a record's architectures."""
     at, size = ctypes.sizeof(KernelsHeader), ctypes.sizeof(ArchRecord)
     return [ArchRecord.from_buffer_copy(record, i) for i in range(at, len(record), size)]
 

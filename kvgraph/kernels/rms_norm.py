@@ -22,9 +22,9 @@ def rms_norm(
 ):
     """`out = y / sqrt(mean(y^2) + EPSILON) * (WEIGHT_OFFSET + weight)` of BLOCK_R rows of WIDTH.
 
-    y is x, or x + residual rounded to their dtype, which residual then holds. In float32, rounded
-    at the end, and with ROUND_FIRST also before the weight is applied (as Llama does, and Gemma
-    does not). X_STRIDE is that of x's rows, which may be parts of a larger tensor's.
+    y is x, or x + residual rounded to their dtype; the sum is then stored in residual. In float32,
+    rounded at the end, and with ROUND_FIRST also before the weight is applied (as in Llama, but not
+    in Gemma). X_STRIDE: elements between x's rows, which may be parts of larger rows.
     Grid: (ceil(num_rows / BLOCK_R),).
     """
     row_R = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)

@@ -1,4 +1,4 @@
-"""Kernel of route: a row's best experts and their weights, in one program.
+"""Kernel of route: one program finds a row's best experts and their weights.
 
 Legend: G groups of experts, S experts of a group, A experts that are chosen.
 """
@@ -10,7 +10,7 @@ SOFTMAX = tl.constexpr(0)
 SIGMOID = tl.constexpr(1)
 SOFTMAX_OF_CHOSEN = tl.constexpr(2)
 LOWEST = tl.constexpr(-(2**63))
-"""Of what can't be chosen, or was: below every place in order."""
+"""Place of an expert that cannot be chosen, or was chosen already: below every other place."""
 
 
 @triton.jit
@@ -33,9 +33,9 @@ def route(
     BLOCK_S: tl.constexpr,
     BLOCK_A: tl.constexpr,
 ):
-    """`indices [M, NUM_ACTIVE]` and `weights` of one of M rows, the best first. Grid: (M, 1).
+    """Write `indices [M, NUM_ACTIVE]` and `weights` of one of M rows, the best first. Grid: (M, 1).
 
-    What each constant does, and in which order: the op's reference. In float32.
+    The constants have the meaning and order of the op's reference. In float32.
     """
     SIZE: tl.constexpr = NUM_EXPERTS // NUM_GROUPS
     row = tl.program_id(0).to(tl.int64)
@@ -88,14 +88,14 @@ def route(
 
 @triton.jit
 def _number(x):
-    """A NaN counts as the least."""
+    """Replace NaN by -infinity, so that it counts as the least."""
     return tl.where(x == x, x, float("-inf"))
 
 
 @triton.jit
 def _place(x, i, COUNT: tl.constexpr):
-    """64-bit integers in the order of `x`, no two equal: of equal numbers, the one whose `i`
-    (below COUNT) is less is greater."""
+    """Distinct 64-bit integers in the order of `x`; of equal numbers the one with the lower `i`
+    (below COUNT) is greater."""
     bits = tl.where(x == 0, 0.0, x).to(tl.int32, bitcast=True)  # -0 is 0
     bits = bits ^ ((bits >> 31) & 0x7FFFFFFF)
     return (bits.to(tl.int64) << 32) | (COUNT - 1 - i)

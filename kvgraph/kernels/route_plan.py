@@ -14,12 +14,12 @@ from kvgraph.kernels.variants import Constant, Variant, absent_of
 from kvgraph.ops import ROUTE
 
 EXPERTS_OF_WARP = 512
-"""Their scores and places are in registers: 16 of each for a thread."""
+"""Experts of one warp: their scores and places are in registers, 16 of each per thread."""
 
 
 @dataclass(frozen=True, slots=True)
 class RouteShape:
-    """Constants of one route. `dtype` is that of the logits; the others follow the op."""
+    """Constants of one route. `dtype`: of the logits; the other fields are the op's attributes."""
 
     dtype: str
     num_experts: int
@@ -41,12 +41,12 @@ class RouteShape:
         shapes: Mapping[str, tuple[int, ...]],
         attributes: Mapping[str, Any],
     ) -> RouteShape:
-        """Of a call, by the shapes of its operands."""
+        """The shape of a call, from the shapes of its operands."""
         return cls(dtype, shapes["logits"][1], has_bias="bias" in shapes, **attributes)
 
     @classmethod
     def of_variant(cls, variant: Variant) -> RouteShape:
-        """What a kernel was compiled for."""
+        """The shape that a kernel was compiled for."""
         constants = variant.constants
         shapes = {"logits": (0, int(str(constants["NUM_EXPERTS"]))), "bias": ()}
         given = {name: shape for name, shape in shapes.items() if name not in variant.absent}
@@ -55,7 +55,7 @@ class RouteShape:
 
     @property
     def attributes(self) -> dict[str, float]:
-        """The op's."""
+        """Attributes of the op, by name."""
         return {a.name: getattr(self, a.name) for a in ROUTE.attributes}
 
 
@@ -76,5 +76,5 @@ def route_variant(shape: RouteShape) -> Variant:
 
 
 def plan_route(shape: RouteShape, rows: int) -> LaunchPlan:
-    """Operands: those of the op, by name; `indices` and `weights` are written."""
+    """Plan of a call. Operands: the op's, by name; `indices` and `weights` are written."""
     return LaunchPlan((launch_of(route_variant(shape), (rows, 1), {}),)) if rows else LaunchPlan()

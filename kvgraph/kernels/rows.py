@@ -1,4 +1,4 @@
-"""Device functions that several kernels share: which rows and pages a program works on."""
+"""Device functions that several kernels share: the rows and pages of a program."""
 
 import triton
 import triton.language as tl
@@ -10,9 +10,9 @@ def row_of_tile(
 ):
     """Row of a tile of BLOCK_T new tokens, and the tile's first token in it: (row, first).
 
-    With `tiles_per_row` > 0 every row has that many tiles. With 0, row b has the tiles from
+    `tiles_per_row`: number of tiles of every row. With 0, row b has the tiles from
     `input_row_offsets[b] // BLOCK_T + b` on: never fewer than it needs, `T // BLOCK_T + B` in all.
-    `rows_below` is a power of two of at least batch_size. `first` may lie beyond the row's end.
+    `rows_below`: a power of two of at least batch_size. `first` may be beyond the row's end.
     """
     row = tile
     first = tile * 0

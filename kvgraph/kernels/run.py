@@ -1,4 +1,4 @@
-"""Launches a plan on torch tensors: by Triton's interpreter on a CPU, by its compiler on a GPU."""
+"""Launch a plan on torch tensors: by Triton's interpreter on a CPU, by its compiler on a GPU."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from kvgraph.kernels.launch import Launch, LaunchPlan
 
 
 def run(plan: LaunchPlan, operands: Mapping[str, torch.Tensor]) -> None:
-    """Launch in order. `operands` by parameter name; outputs and mutated operands are written.
+    """Run the launches of a plan in order. `operands`: tensors by parameter name; outputs and
+    mutated operands are written.
 
-    float8_e4m3fn operands are passed as their bytes. Scratch memory is allocated here.
+    float8_e4m3fn operands are passed as bytes. Scratch memory is allocated here.
     """
     if not plan.launches:
         return

@@ -1,4 +1,4 @@
-"""Runs a plan's launches as PTX, on a CPU. `run.py` runs them on Triton's interpreter."""
+"""Run a plan's launches as PTX, on a CPU. `run.py` runs them with Triton."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from kvgraph.kernels.launch import Launch, LaunchPlan
 from kvgraph.kernels.variants import Variant
 
 Kernels = Callable[[Variant], tuple[ptx.Kernel, int]]
-"""A variant's kernel, and its dynamic shared memory in bytes."""
+"""Function from a variant to its kernel and its dynamic shared memory in bytes."""
 
 
 class PlanMemory:
-    """The arrays that a plan's launches are over, by parameter name, which they change; and its
-    scratch memory, which is NaN, or -1."""
+    """Memory of a plan's launches: its arrays by parameter name, which the launches change, and its
+    scratch memory, filled with NaN, or with -1 for integers."""
 
     def __init__(self, plan: LaunchPlan, arrays: Mapping[str, Array]) -> None:
         scratch = {
@@ -46,7 +46,7 @@ class PlanMemory:
         profile: bool = False,
         blocks: Sequence[tuple[int, int, int]] | None = None,
     ) -> ptx.Counters:
-        """One launch; keywords as of `ptx.run`."""
+        """Run one launch; see `ptx.run` for the keywords."""
         given = [self._addresses[a] if isinstance(a, str) else a for a in one.arguments]
         return ptx.run(
             kernel,
@@ -71,7 +71,7 @@ def run_plan(
     checks: bool = True,
     profile: bool = False,
 ) -> list[ptx.Counters]:
-    """All launches, in order; keywords as of `ptx.run`."""
+    """Run all launches in order; return the counters of each. See `ptx.run` for the keywords."""
     memory = PlanMemory(plan, arrays)
     return [
         memory.run(one, *kernels(one.variant), order=order, checks=checks, profile=profile)

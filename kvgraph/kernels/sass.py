@@ -1,9 +1,9 @@
-"""Machine code of kernels for sm_90: registers that asynchronous products read.
+"""Check of machine code for sm_90: registers that asynchronous products read must not be written.
 
 A product of tensor cores may take its first factor from registers. It reads them until a wait for
-it is over, but the assembler gives them away before: where a loop's next step converts numbers
-ahead of that wait, it may write into registers that are still read. PTX has registers without end,
-so there is nothing to see in it. Found on an H100, as results that were sometimes wrong.
+it ends, but the assembler may reuse them before: if a loop's next step converts numbers before
+that wait, it may write to registers that are still read. PTX has unlimited registers and cannot
+show this. It was found on an H100, where results were sometimes wrong.
 """
 
 from __future__ import annotations
@@ -21,25 +21,25 @@ WAIT = re.compile(r"WARPGROUP\.DEPBAR\.LE gsb0, 0x([0-9a-f]+)")
 JUMP = re.compile(r"BRA(?:\.\S+)? (?:\S+, )?0x([0-9a-f]+)")
 GUARD = re.compile(r"^@!?U?P\w+\s+")
 FACTOR = 4
-"""Registers of a thread that hold the first factor of a product."""
+"""Number of registers of a thread that hold the first factor of a product."""
 WRITES_NOTHING = (
     "ST", "RED", "LDGSTS", "BAR", "BRA", "EXIT", "NOP", "DEPBAR", "LDGDEPBAR", "WARP", "MEMBAR",
     "FENCE", "FCHK", "SYNCS", "CCTL", "ERRBAR", "BSYNC", "BSSY", "R2UR", "R2P", "VOTEU", "RET",
     "CALL", "U",
 )  # fmt: skip
-"""Beginnings of instructions without a register among their results."""
+"""Prefixes of instructions that write no register."""
 WIDTHS = (
     (r"^LDSM.*\.4|\.128|^HMMA.*\.F32|^IMMA", 4),
     (r"^LDSM.*\.2|\.64\b|\.WIDE|^CS2R(?!\.32)|^D(ADD|MUL|FMA)|\.F64", 2),
 )
-"""Of instructions -> registers that they write."""
+"""Number of registers that instructions of a pattern write; all others write one."""
 
 Instruction = tuple[int, str]
 
 
 def require_kept(cubin: bytes, disassembler: str, kernel: str) -> None:
-    """KernelError where `kernel` writes what a product still reads, or where `disassembler`, a
-    cuobjdump, does not show its products."""
+    """Raise KernelError if `kernel` writes registers that a product still reads, or if the
+    `disassembler`, a cuobjdump, does not show its products."""
     code = parse(_disassembled(cubin, disassembler, kernel))
     if not any(PRODUCT.search(text) for _, text in code):
         raise KernelError(
@@ -76,8 +76,8 @@ def parse(text: str) -> list[Instruction]:
 
 
 def written_while_read(code: list[Instruction]) -> list[str]:
-    """Instructions that write what a product still reads. Each loop is run twice, but for those
-    inside of it; branches forward are not followed."""
+    """Instructions that write registers that a product still reads. Each loop is walked twice,
+    without repeating its inner loops; forward branches are not followed."""
     places = {address: number for number, (address, _) in enumerate(code)}
     return list(_walk(code, places, 0, len(code), [set()]))
 
@@ -85,7 +85,8 @@ def written_while_read(code: list[Instruction]) -> list[str]:
 def _walk(
     code: list[Instruction], places: dict[int, int], start: int, end: int, groups: list[set[int]]
 ) -> Iterator[str]:
-    """`groups`: registers of the products that were not waited for, the last not committed yet."""
+    """Walk `code[start:end]` and yield wrong writes. `groups`: registers of the products that were
+    not waited for; the last group is not committed yet."""
     for number in range(start, end):
         _, text = code[number]
         if match := PRODUCT.search(text):

@@ -1,4 +1,4 @@
-"""What kernels are specialised on, what they support, and the tiles that each architecture gets."""
+"""Constants of kernels, the values that they support, and the tiles of each architecture."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from kvgraph.errors import UnsupportedError
 HEAD_DIMS = tuple(range(16, 513, 8))
 PAGE_SIZES = (16, 32, 48, 64, 96, 128, 256)
 MAX_GROUP = 128
-"""Query heads of one kv head: they share a tile."""
+"""Most query heads of one kv head: they share a tile."""
 
 WIDE_HEAD, WIDE_GROUP = 256, 16
-"""Above this head_dim a tile has room for fewer query heads of one kv head."""
+"""Above WIDE_HEAD elements of head_dim, one kv head may have at most WIDE_GROUP query heads."""
 
 MAX_PARTS = 32
-"""Of a split context. A multiple of 32 lanes would do as well; more parts than this only cost."""
+"""Most parts of a split context: one per lane of a warp. More parts would only cost time."""
 
 MIN_PART = 256
-"""Keys of a part: below, the merge costs more than the parallel reads win."""
+"""Least keys of a part: with fewer keys the merge costs more than parallel reads save."""
 
 MULTIPROCESSORS = {
     "sm_75": 40,
@@ -35,7 +35,7 @@ MULTIPROCESSORS = {
     "sm_120": 170,
     "sm_121": 48,
 }
-"""Of a typical device: only how far a context is split depends on it."""
+"""Multiprocessors of a typical device, which only decide into how many parts a context is split."""
 
 SHARED_MEMORY = {
     "sm_75": 65536,
@@ -47,18 +47,18 @@ SHARED_MEMORY = {
     "sm_120": 101376,
     "sm_121": 101376,
 }
-"""Bytes that a block may take (CUDA programming guide, compute capabilities)."""
+"""Most bytes of shared memory of a block (CUDA programming guide, compute capabilities)."""
 
 
 def capability(arch: str) -> int:
-    """ "sm_90" -> 90. UnsupportedError names the known architectures."""
+    """Compute capability of `arch`: 90 for "sm_90". UnsupportedError names the known ones."""
     if arch not in CUDA_ARCHS:
         raise UnsupportedError(f"arch: expected one of {list(CUDA_ARCHS)}, got {arch!r}")
     return int(arch.removeprefix("sm_"))
 
 
 def check_arch(cache: CacheShape, arch: str) -> None:
-    """UnsupportedError for bfloat16 and wide heads where the architecture has no room for them."""
+    """Raise UnsupportedError for bfloat16 and wide heads on an architecture without them."""
     if capability(arch) >= 80:
         return
     if cache.head_dim > WIDE_HEAD:
@@ -79,7 +79,7 @@ def power_of_two(n: int, least: int = 1) -> int:
 
 @dataclass(frozen=True, slots=True)
 class CacheShape:
-    """Constants of one pool and of the activations that go in. `granularity` 0: not quantised."""
+    """Constants of one pool and its activations. `granularity`: 0 if the pool is not quantised."""
 
     dtype: str
     pool_dtype: str
@@ -92,7 +92,7 @@ class CacheShape:
 
     @classmethod
     def of(cls, leaf: KVCacheParams, dtype: str) -> CacheShape:
-        """Of one shard of a leaf, under activations of `dtype`."""
+        """The shape of one shard of a leaf, with activations of `dtype`."""
         return cls(
             dtype=dtype,
             pool_dtype=leaf.pool_dtype,
@@ -113,7 +113,7 @@ class CacheShape:
         return self.pool_dtype if self.pool_dtype in QUANTIZED else None
 
     def check(self) -> None:
-        """UnsupportedError names what no compiled kernel supports, and what they do."""
+        """Raise UnsupportedError for a value that no compiled kernel supports."""
         _expect("dtype", self.dtype, ACTIVATIONS)
         _expect("pool dtype", self.pool_dtype, POOLS)
         if self.head_dim not in HEAD_DIMS:
@@ -157,7 +157,7 @@ class Rope:
 
 @dataclass(frozen=True, slots=True)
 class AttentionShape:
-    """Constants of one attention op. `rope` is what update_and_attend is given cos_sin for."""
+    """Constants of one attention op. `rope`: None if update_and_attend gets no cos_sin."""
 
     cache: CacheShape
     heads: int
@@ -171,8 +171,9 @@ class AttentionShape:
 
     @classmethod
     def of(cls, leaf: KVCacheParams, given: Mapping[str, Any]) -> AttentionShape:
-        """Of an update_and_attend in a torch graph: `given` are its arguments by name, nodes whose
-        `meta["val"]` has dtype and shape. The same where kernels are compiled and launched."""
+        """The shape of an update_and_attend in a torch graph; it is the same when kernels are
+        compiled and when they are launched. `given`: its arguments by name; a node's `meta["val"]`
+        has dtype and shape."""
         query, table = given["q"].meta["val"], given["cos_sin"]
         rotary_dim = None if table is None else table.meta["val"].shape[1]
         return cls(
@@ -192,7 +193,7 @@ class AttentionShape:
         return self.heads // self.cache.kv_heads
 
     def check(self) -> None:
-        """UnsupportedError names what no compiled kernel supports, and what they do."""
+        """Raise UnsupportedError for a value that no compiled kernel supports."""
         self.cache.check()
         is_wide = self.cache.head_dim > WIDE_HEAD
         most = WIDE_GROUP if is_wide else MAX_GROUP
@@ -211,7 +212,7 @@ def _expect(name: str, value: str | int, supported: tuple[str | int, ...]) -> No
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
-    """`block_m` query rows (tokens x group) by `block_n` keys, and how Triton schedules them."""
+    """Tiles of `block_m` query rows (tokens x group) by `block_n` keys, and Triton's options."""
 
     block_m: int
     block_n: int
@@ -220,7 +221,7 @@ class Tiles:
 
 
 def decode_tiles(shape: AttentionShape, arch: str) -> Tiles:
-    """Few query rows: what counts is how many bytes of keys are on their way."""
+    """Tiles for few query rows: the speed depends on the bytes of keys in flight."""
     width, rows = power_of_two(shape.cache.head_dim), power_of_two(shape.group, 16)
     if capability(arch) < 80:
         return Tiles(rows, 32, 4, 1)
@@ -232,7 +233,7 @@ def decode_tiles(shape: AttentionShape, arch: str) -> Tiles:
 
 
 def prefill_tiles(shape: AttentionShape, arch: str) -> Tiles:
-    """Many query rows: as large as registers and shared memory hold without spills."""
+    """Tiles for many query rows: as large as registers and shared memory allow without spills."""
     target, width = capability(arch), power_of_two(shape.cache.head_dim)
     least = power_of_two(shape.group, 16)
     if shape.cache.head_dim > WIDE_HEAD:
@@ -248,13 +249,13 @@ def prefill_tiles(shape: AttentionShape, arch: str) -> Tiles:
     if width <= 64:
         return Tiles(128, 64, 8, 3)
     if target >= 120:
-        # Quantised tiles are decoded in registers: a third stage of them would spill.
+        # Quantised tiles are decoded in registers: a third stage would spill.
         return Tiles(128, 32, 8, 2 if shape.cache.quantized else 3)
     return Tiles(max(64, least), 32, 4, 3)
 
 
 def _wide_prefill_tiles(shape: AttentionShape, arch: str) -> Tiles:
-    """Heads of up to 512: a row of the output takes four registers of each thread."""
+    """Tiles for heads of up to 512: a row of the output takes four registers of each thread."""
     if itemsize(shape.cache.dtype) == 4:
         return Tiles(16, 16, 8, 2)
     if SHARED_MEMORY[arch] < 2**17:

@@ -14,10 +14,10 @@ def silu_mul(
     UP_STRIDE: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """`out = gate * sigmoid(gate) * up` of one row, BLOCK_D of its WIDTH elements.
+    """Write `out = gate * sigmoid(gate) * up` for BLOCK_D of the WIDTH elements of one row.
 
-    In float32, rounded to out's dtype before `up` and at the end: as the two operators would.
-    The strides are those of rows, so that gate and up may be halves of one tensor.
+    In float32, rounded to out's dtype before `up` and at the end, as the two operators round.
+    The strides are elements between rows, so that gate and up may be halves of one tensor.
     Grid: (num_rows * ceil(WIDTH / BLOCK_D),).
     """
     blocks: tl.constexpr = (WIDTH + BLOCK_D - 1) // BLOCK_D

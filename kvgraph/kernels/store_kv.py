@@ -24,18 +24,18 @@ def _store(
     LARGEST: tl.constexpr,
     GRANULARITY: tl.constexpr,
 ):
-    """Rows of `WIDTH` elements (of BLOCK_D) to the heads `slot_R` of the pool, with scales."""
+    """Store rows of WIDTH elements (of BLOCK_D) to the heads `slot_R` of the pool, with scales."""
     d = tl.arange(0, BLOCK_D)
     mask_RD = live_R[:, None] & (d < WIDTH)[None, :]
     value_RD = x_RD
     if QUANTIZED is not None:
         rows: tl.constexpr = x_RD.shape[0]
-        # One group of the whole padded head, or groups that a power of two divides it into.
+        # One group is the whole padded head, or its elements divided by a power of two.
         block: tl.constexpr = BLOCK_D if GRANULARITY >= WIDTH else GRANULARITY
         groups: tl.constexpr = BLOCK_D // block
         x_RGE = tl.reshape(tl.where(mask_RD, x_RD.to(tl.float32), 0.0), (rows, groups, block))
         largest_RG = tl.max(tl.abs(x_RGE), 2)
-        # The maximum leaves NaN out; a scale of NaN says that there was one.
+        # The maximum ignores NaN, so a group with a NaN gets a scale of NaN.
         has_nan_RG = tl.max((x_RGE != x_RGE).to(tl.int32), 2) > 0
         largest_RG = tl.where(has_nan_RG, float("nan"), largest_RG)
         scale_RG = tl.div_rn(largest_RG, tl.full((rows, groups), LARGEST, tl.float32))
@@ -78,7 +78,7 @@ def store_kv(
     BLOCK_D: tl.constexpr,
     BLOCK_E: tl.constexpr,
 ):
-    """K and V of up to BLOCK_R new tokens of one row and one kv head, into the row's pages.
+    """Store K and V of up to BLOCK_R new tokens of one row and one kv head in the row's pages.
 
     Grid: (tiles * KV_HEADS,).
     """

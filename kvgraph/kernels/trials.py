@@ -1,6 +1,6 @@
-"""Small steps for compiled kernels, with what the NumPy references of their ops make of them.
+"""Small steps for compiled kernels, with the expected results of the ops' NumPy references.
 
-What a kernel must not read is NaN: tails of pages, spare pages, the null page, other layers.
+Memory that a kernel must not read is NaN: tails of pages, spare pages, the null page, other layers.
 """
 
 from __future__ import annotations
@@ -24,21 +24,23 @@ TOLERANCE = {"float32": 2e-5, "float16": 2e-3, "bfloat16": 1.6e-2, "int32": 0.0}
 """Largest error of a kernel, relative to 1 + the largest value, by the dtype it computes in."""
 
 STORED = {"float32": 2e-6, "float16": 2e-3, "bfloat16": 1.6e-2, "float8_e4m3fn": 0.13, "int8": 1.0}
-"""Of what is stored: about the distance of neighbours, as a rotated key may round to one."""
+"""Largest error of stored values: about the distance of neighbouring numbers, since a rotated key
+may round to a neighbour."""
 
 SPARE_PAGES = 2
 BEHIND = 300
-"""Tokens before a chunk or a token: blocks of keys that every query sees."""
+"""Cached tokens before a chunk or a token: they give blocks of keys that every query sees."""
 
 LONG_CONTEXT = 700
-"""Tokens: more than one part of a split context."""
+"""Cached tokens of a long context, which give more than one part."""
 
 Rows = tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True)
 class Trial:
-    """`given` by parameter name, which a run changes; `wanted` of those that it writes."""
+    """One small step. `given`: arrays by parameter name, which a run changes. `wanted`: expected
+    values of the parameters that it writes."""
 
     name: str
     plan: LaunchPlan
@@ -46,7 +48,7 @@ class Trial:
     wanted: dict[str, Array]
 
     def error(self) -> tuple[str, float, float]:
-        """Of what came: where it is largest against its limit, the error, and that limit."""
+        """(parameter, error, limit) of the result with the largest error relative to its limit."""
         errors = [self._error_of(name) for name in self.wanted]
         return max(errors, key=lambda each: each[1] / max(each[2], 1e-300))
 
@@ -57,8 +59,8 @@ class Trial:
 
 
 def _error(found: Array, want: Array, is_stored: bool) -> float:
-    """Relative to 1 + the largest value, of what is stored to each; infinite where only one of
-    both is a number."""
+    """Largest error relative to 1 + the largest value; relative to 1 + each value if stored, and
+    absolute for int8. It is infinite if only one of both is a number."""
     kind = np.dtype(f"u{found.itemsize}")
     differ = found.view(kind) != want.view(kind)
     differ &= ~(np.isnan(found) & np.isnan(want))
@@ -73,7 +75,7 @@ def _error(found: Array, want: Array, is_stored: bool) -> float:
 
 
 def rows_of(page_size: int) -> dict[str, Rows]:
-    """Steps by name: tokens that each row has cached, and its new ones."""
+    """Steps by name: (cached tokens, new tokens) of each row."""
     S = page_size
     return {
         "decode": ((0, 1), (S - 1, 1), (S, 1), (2 * S + 2, 1), (0, 0), (BEHIND, 1)),
@@ -86,7 +88,7 @@ def rows_of(page_size: int) -> dict[str, Rows]:
 def attention_trial(
     shape: AttentionShape, arch: str, name: str, rows: Rows, multiprocessors: int = 0
 ) -> Trial:
-    """update_and_attend of one layer, whose plan has all of its kernels that the rows need."""
+    """Trial of update_and_attend of one layer; its plan has all kernels that the rows need."""
     rng = np.random.default_rng(len(rows) * 1000 + shape.cache.head_dim)
     cache = shape.cache
     cached, new = (np.array([row[i] for row in rows], np.int32) for i in (0, 1))
@@ -120,7 +122,8 @@ def attention_trial(
 
 
 def _pages(rows: Rows, page_size: int, rng: np.random.Generator) -> tuple[Array, int]:
-    """A lookup table of shuffled pages, the null page where a row owns none; and the slots."""
+    """A lookup table of shuffled pages, with null pages where a row owns none, and the number of
+    page slots."""
     counts = [ceildiv(cached + new, page_size) for cached, new in rows]
     usable = sum(counts) + SPARE_PAGES
     pages = rng.permutation(usable)
@@ -140,7 +143,7 @@ def _pool(
     layer: int,
     rng: np.random.Generator,
 ) -> tuple[Array, Array | None]:
-    """NaN (of int8: -128), but for the tokens that the rows have cached."""
+    """The pool and its scales: NaN (-128 for int8), except for the cached tokens of rows."""
     cache = shape.cache
     S, K, D = cache.page_size, cache.kv_heads, cache.head_dim
     pool = np.zeros((slots, 2, cache.num_layers, S, K, D), DTYPES[cache.pool_dtype].numpy)
@@ -174,7 +177,7 @@ def _cos_sin(shape: AttentionShape, positions: int) -> Array | None:
 def _reference(
     shape: AttentionShape, given: Mapping[str, Array | None], layer: int
 ) -> dict[str, Array]:
-    """The op's own, over copies of what it mutates."""
+    """Results of the op's reference, on copies of the arrays that it mutates."""
     held = {name: None if a is None else a.copy() for name, a in given.items()}
     cache = shape.cache
     attributes: dict[str, float] = {
@@ -198,8 +201,8 @@ def _reference(
 
 
 def rows_trials(variant: Variant) -> Iterator[Trial]:
-    """Of rms_norm, silu_mul, route or increment_cache_lengths: more rows than a block has, and
-    one."""
+    """Yield two trials of rms_norm, silu_mul, route or increment_cache_lengths: with one row, and
+    with more rows than a block has."""
     for count in (1, 19):
         if variant.kernel.name == "route":
             yield route_trial(RouteShape.of_variant(variant), count)
@@ -243,8 +246,8 @@ def _rows_trial(variant: Variant, count: int) -> Trial:
 
 
 def route_trial(shape: RouteShape, rows: int) -> Trial:
-    """Logits of each row are all different, and far enough apart that only a wrong kernel takes
-    other experts."""
+    """Trial of route; the logits of a row differ enough that only a wrong kernel chooses other
+    experts."""
     rng = np.random.default_rng(rows)
     steps = np.linspace(-3, 4, shape.num_experts)
     logits = np.stack([rng.permutation(steps) for _ in range(rows)])

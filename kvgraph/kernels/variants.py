@@ -1,4 +1,4 @@
-"""Which kernels there are, and their variants for a shape: what is compiled."""
+"""The list of kernels, and their variants for a shape, which are compiled."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from kvgraph.kernels.shapes import AttentionShape, CacheShape, Rope, Tiles, powe
 from kvgraph.ops.spec import Operand, OpSpec
 
 ALIGNMENT = 16
-"""Bytes that the address of every T, P and float32 operand is a multiple of."""
+"""Alignment in bytes of the address of every T, P and float32 operand."""
 
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """A run-time argument of a kernel, in ABI order. `type`: "*T" or "*P" (pointer to the
-    activations' dtype, or that of the pool or the weight), "*fp32", "*i32" (pointers), "i32" (a
+    """A run-time argument of a kernel. `type`: "*T" (pointer to the activations' dtype), "*P"
+    (pointer to the dtype of the pool or the weight), "*fp32" or "*i32" (pointers), or "i32" (a
     value)."""
 
     name: str
@@ -31,15 +31,15 @@ class Parameter:
 
     @property
     def aligned(self) -> bool:
-        """Index tensors alone may start anywhere: they may be views."""
+        """Whether it is an aligned pointer; index tensors are not: they may be views."""
         return self.type.startswith("*") and self.type != "*i32"
 
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
-    """A function `name` of module `kvgraph.kernels.{module}`; constants follow the parameters.
+    """A function `name` of module `kvgraph.kernels.{module}`; constants follow its parameters.
 
-    `revision` grows where artifacts must not use the code that they hold.
+    `revision`: raised when artifacts must not use the code that they contain.
     """
 
     name: str
@@ -48,12 +48,12 @@ class Kernel:
     revision: int = 0
 
     def function(self) -> Any:
-        """The Triton function. Imports Triton."""
+        """Import Triton and return the kernel's Triton function."""
         return getattr(import_module(f"kvgraph.kernels.{self.module}"), self.name)
 
 
 def _kernel(name: str, module: str, spec: OpSpec, parameters: str, *, revision: int = 0) -> Kernel:
-    """`parameters`: names of the spec's operands, whose types these have, or "name:type"."""
+    """Make a Kernel. `parameters`: names of the spec's operands, with their types, or name:type."""
     types = {operand.name: _pointer(operand) for operand in spec.inputs + spec.outputs}
     pairs = (parameter.partition(":") for parameter in parameters.split())
     return Kernel(name, module, tuple(Parameter(n, t or types[n]) for n, _, t in pairs), revision)
@@ -154,9 +154,9 @@ Constant = int | float | bool | str | None
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """A kernel with its constants: what is compiled, once per architecture.
+    """A kernel with its constants; it is compiled once per architecture.
 
-    `absent` parameters are compiled away: they are no part of the launch ABI.
+    `absent`: parameters that are compiled away and are not part of the launch ABI.
     """
 
     kernel: Kernel
@@ -168,9 +168,9 @@ class Variant:
     num_stages: int
     absent: frozenset[str] = frozenset()
     parameters: tuple[Parameter, ...] = field(init=False, compare=False)
-    """The launch ABI, types resolved; two pointers to scratch memory (null) follow it."""
+    """Parameters of the launch ABI, with resolved types; two null scratch pointers follow them."""
     name: str = field(init=False, compare=False)
-    """Unique for what is compiled, the same in every process."""
+    """Unique name of the compiled code, the same in every process."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "parameters", self._parameters())
@@ -217,12 +217,12 @@ def store_variant(cache: CacheShape, rope: Rope | None) -> Variant:
 
 
 def prefill_variant(shape: AttentionShape, arch: str) -> Variant:
-    """For rows of more new tokens than a decode tile takes."""
+    """Variant for rows with more new tokens than a decode tile has."""
     return _attention_variant(shape, arch, "prefill", shapes.prefill_tiles(shape, arch))
 
 
 def decode_variant(shape: AttentionShape, arch: str, *, split: bool) -> Variant:
-    """For rows whose new tokens fit one tile of few query rows."""
+    """Variant for rows whose new tokens fit one tile of few query rows."""
     role = "decode_split" if split else "decode"
     return _attention_variant(shape, arch, role, shapes.decode_tiles(shape, arch))
 
@@ -271,7 +271,8 @@ def _attention_variant(shape: AttentionShape, arch: str, role: str, tiles: Tiles
         "SINKS": shape.sinks,
         "FP8_NATIVE": shapes.capability(arch) >= 89,
         "GRANULARITY": cache.granularity,
-        # A weight times a small scale would leave the range of a half; else it is cheaper.
+        # In float16 a weight times a small scale may underflow; otherwise scaling weights is
+        # cheaper.
         "SCALE_V_TILE": cache.dtype == "float16",
         **_rope_constants(shape.rope),
         "PRECISION": "ieee" if cache.dtype == "float32" else "tf32",
@@ -334,8 +335,8 @@ def rms_norm_variant(
     round_first: bool = False,
     x_stride: int = 0,
 ) -> Variant:
-    """`weight_offset` 1 is Gemma's; `round_first`, to dtype before the weight, is Llama's.
-    `x_stride` 0: x is a tensor of its own."""
+    """Variant of rms_norm. `weight_offset`: 1 for Gemma. `round_first`: round to dtype before the
+    weight, as in Llama. `x_stride`: 0 means that x is a whole tensor."""
     block = power_of_two(width, 16)
     rows = max(1, 2048 // block)
     constants: dict[str, Constant] = {
@@ -357,7 +358,7 @@ def rms_norm_variant(
 def silu_mul_variant(
     dtype: str, width: int, *, gate_stride: int = 0, up_stride: int = 0
 ) -> Variant:
-    """Strides 0: gate and up are tensors of their own."""
+    """Variant of silu_mul. Strides of 0 mean that gate and up are whole tensors."""
     constants: dict[str, Constant] = {
         "WIDTH": width,
         "GATE_STRIDE": gate_stride or width,
@@ -373,7 +374,7 @@ def rms_norm_of(
     strides: Mapping[str, int],
     attributes: Mapping[str, float],
 ) -> Variant:
-    """Of a call of rms_norm, whose rows of x are `strides["x"]` elements apart."""
+    """Variant for a call of rms_norm; x's rows are `strides["x"]` elements apart."""
     return rms_norm_variant(
         dtype,
         shapes["x"][-1],
@@ -388,7 +389,7 @@ def rms_norm_of(
 def silu_mul_of(
     dtype: str, shapes: Mapping[str, tuple[int, ...]], strides: Mapping[str, int]
 ) -> Variant:
-    """Of a call of silu_mul, whose rows are so many elements apart."""
+    """Variant for a call of silu_mul; rows are `strides` elements apart."""
     width = shapes["gate"][-1]
     return silu_mul_variant(dtype, width, gate_stride=strides["gate"], up_stride=strides["up"])
 

@@ -1,1 +1,1 @@
-"""Cache bookkeeping: integers, and the memory that a session hands over as opaque buffers."""
+"""Cache bookkeeping over integers, and over memory that a session provides as opaque buffers."""

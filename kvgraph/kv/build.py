@@ -1,8 +1,8 @@
-"""What a paged manager is made of, from its arguments.
+"""Parts of a paged manager, made from its arguments.
 
     require_sizes -> make_settings -> make_replicas -> open_bridge
 
-Memory is taken in `make_replicas`, files and threads only after it.
+`make_replicas` allocates memory; files are opened and threads are started only after it.
 """
 
 from __future__ import annotations
@@ -30,11 +30,12 @@ WINDOWED_SEQ_LEN = 131072
 
 
 MOST = (1 << 31) - 2
-"""Of pages, rows and tokens: indices are int32, and the null page is one more."""
+"""Most pages, rows and tokens: indices are int32, and the null page is one more page."""
 
 
 class Sizes(NamedTuple):
-    """Of each replica: usable pages, host pages and columns of the lookup rows, by leaf path."""
+    """Sizes of a manager. `pages`, `widths`: usable pages of each replica and columns of its lookup
+    rows, by leaf path. `host_pages`: pages of the host tier, which replicas share, by leaf path."""
 
     pages: Mapping[str, int]
     host_pages: Mapping[str, int]
@@ -50,7 +51,10 @@ def require_sizes(
     max_batch_size: int,
     max_seq_len: int | None,
 ) -> Sizes:
-    """ParamsError where a number is none, or is out of range, or a leaf has none."""
+    """Check the arguments' types and ranges and return the sizes; a mapping must name each leaf.
+
+    Raises ParamsError.
+    """
     pages = _by_leaf("total_num_pages", params, total_num_pages, 1)
     max_batch_size = whole("max_batch_size", max_batch_size, ParamsError, least=1, most=MOST)
     if max_seq_len is not None:
@@ -64,7 +68,7 @@ def require_sizes(
 def make_settings(
     params: KVCacheParamInterface, sizes: Sizes, identity: bytes, *, has_tiers: bool
 ) -> PoolSettings:
-    """ParamsError for tiers without a prefix cache."""
+    """Settings of all replicas; ParamsError for tiers without a prefix cache."""
     if has_tiers and not params.enable_prefix_caching:
         raise ParamsError("tiers: expected enable_prefix_caching=True, got False")
     return PoolSettings(
@@ -83,7 +87,7 @@ def make_replicas(
     sizes: Sizes,
     settings: PoolSettings,
 ) -> list[Replica]:
-    """All data-parallel copies; the session is asked for their pools."""
+    """Make all data-parallel replicas; the session allocates their pools."""
     symbols = params.get_symbolic_inputs()
     uploader = getattr(session, "uploader", None)
     replicas = []
@@ -106,7 +110,7 @@ def open_bridge(
     *,
     threads: bool,
 ) -> TierBridge:
-    """The tiers below `pools[replica][leaf]`."""
+    """Open the tiers below `pools[replica][leaf]`."""
     leaves = replicas[0].leaves
     connector = open_tiers(
         pools,
@@ -136,7 +140,7 @@ def _by_leaf(
 def _widths(
     params: KVCacheParamInterface, pages: Mapping[str, int], max_seq_len: int | None
 ) -> dict[str, int]:
-    """Columns of the lookup rows of each leaf."""
+    """Columns of the lookup rows, by leaf path."""
     largest = max(pages.values()) * params.page_size
     default = max(WINDOWED_SEQ_LEN, largest)
     return {
@@ -146,13 +150,13 @@ def _widths(
 
 
 def _windowed_tokens(params: KVCacheParamInterface, widths: Mapping[str, int]) -> int:
-    """Tokens that the lookup rows reach where no pool bounds them: in leaves with a window."""
+    """Most tokens of a context in leaves with a window: the lookup rows bound it, not the pool."""
     windowed = [path for path, leaf in params.leaves.items() if leaf.window_size is not None]
     return min((widths[path] * params.page_size for path in windowed), default=UNBOUNDED)
 
 
 def _model_identity(params: KVCacheParamInterface, identity: bytes) -> bytes:
-    """What pages of different models and layouts are told apart by."""
+    """Bytes that differ for different models and layouts; part of each page's identity."""
     return json.dumps(params.layout_dict(), sort_keys=True).encode() + b"\0" + identity
 
 
@@ -164,11 +168,11 @@ def _make_leaf(
     session: SessionInterface | None,
     sizes: Sizes,
 ) -> Leaf:
-    """The leaf at `path` of one replica, whose shards have these records and devices."""
+    """Make the leaf at `path` of one replica; its shards have these records and devices."""
     symbols: list[RaggedSymbols] = [leaf_at(record, path) for record in records]
     slots, *tokens = symbols[0].kv_blocks.symbolic_dims
     extents = {slots: sizes.pages[path] + 1}
-    extents |= dict.fromkeys(tokens, params.page_size)  # of a slot that holds a whole sequence
+    extents |= dict.fromkeys(tokens, params.page_size)  # a slot holds a whole sequence
     buffers = [
         allocate_shard(shard, extents, device, session)
         for shard, device in zip(symbols, devices, strict=True)
@@ -191,7 +195,7 @@ def leaf_at(record: Any, path: str) -> Any:
 
 
 def nested(leaves: Mapping[str, KVCacheInputs]) -> MultiKVCacheInputs:
-    """The tree's values from those of its leaves by path."""
+    """Join the values of leaves, by path, into the values of the tree."""
     children: dict[str, Any] = {}
     for path, leaf in leaves.items():
         name, _, inner = path.partition(".")

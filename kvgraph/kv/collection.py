@@ -1,4 +1,4 @@
-"""A view of a continuous cache as a kernel sees it; it owns nothing."""
+"""A view of a continuous cache as a kernel sees it; it owns no memory."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _LAYOUTS = ("blocks_layout", "blocks_tt_layout", "blocks_tt_type")
 
 
 class KVCacheStaticParams(NamedTuple):
-    """What a kernel is specialised on."""
+    """Sizes on which a kernel is specialised."""
 
     num_heads: int
     head_size: int
@@ -40,7 +40,7 @@ class ContinuousBatchingKVCache:
 
 
 class ContinuousBatchingKVCacheCollection:
-    """The cache of the sequences of a batch, over borrowed memory.
+    """The cache of the sequences of a batch, as views of memory that it does not own.
 
     - `blocks [num_slots, 2, L, max_seq_len, K, D]`, `cache_lengths [batch_size]`,
       `lookup_table [batch_size]`: arrays or host Buffers; never copied
@@ -83,7 +83,7 @@ class ContinuousBatchingKVCacheCollection:
 
     @property
     def blocks_shape(self) -> tuple[int, ...]:
-        """What is known at compile time; -1 where it is not."""
+        """Shape of `blocks` as known at compile time; -1 for a dim that is not known."""
         return (-1, -1, -1, -1, *self.blocks.shape[4:])
 
     @property
@@ -104,7 +104,7 @@ class ContinuousBatchingKVCacheCollection:
         return self._cache(layer_idx, 0)
 
     def get_value_cache(self, layer_idx: int) -> ContinuousBatchingKVCache:
-        """Values of one layer; a view. With MLA keys and values are one."""
+        """Values of one layer; a view. With MLA it is the same memory as the keys."""
         return self._cache(layer_idx, self.blocks.shape[1] - 1)
 
     def cache_length(self, bs_idx: int) -> int:

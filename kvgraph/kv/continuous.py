@@ -20,10 +20,10 @@ from kvgraph.kv.requests import Batches, RequestID, TextContext
 
 
 class ContinuousBatchingKVCacheManager(PagedKVCacheManager):
-    """A paged manager whose page is the slot of a whole sequence, taken at claim.
+    """A paged manager in which one page is the slot of a whole sequence; `claim` takes the slot.
 
-    Each replica has `max_batch_size` slots and the null slot. `num_layers` and `devices` win over
-    those of `params`. UnsupportedError for prefix caching (no slot can be shared) and for
+    Each replica has `max_batch_size` slots and the null slot. `num_layers` and `devices` override
+    the values of `params`. UnsupportedError for prefix caching (no slot can be shared) and for
     quantised pools.
     """
 
@@ -89,11 +89,11 @@ class ContinuousBatchingKVCacheManager(PagedKVCacheManager):
         return set(self._pool(0).free_pages())
 
     def _unnamed(self, replica_idx: int) -> set[int]:
-        """The free slots whose numbers name no sequence anywhere."""
+        """Free slots of the replica whose numbers are not ids of claimed sequences."""
         return set(self._pool(replica_idx).free_pages()) - self._claimed.keys()
 
     def _require_rows(self, call: str, n: int, replica_idx: int) -> None:
-        """CapacityError unless `n` more requests can be claimed: dummies take rows, not slots."""
+        """Raise CapacityError unless `n` rows are free: dummies take rows but no slots."""
         free = len(self._replicas[replica_idx].free_rows)
         if n > free:
             raise CapacityError(
@@ -102,7 +102,8 @@ class ContinuousBatchingKVCacheManager(PagedKVCacheManager):
             )
 
     def _claim_slot(self, request_id: RequestID, replica_idx: int, slot: int | None) -> None:
-        """Cannot fail but for CapacityError: there are as many slots as rows."""
+        """Claim `slot`, or any free slot if None. Raises only CapacityError: there are as many
+        slots as rows."""
         replica = self._replicas[replica_idx]
         row = replica.open_row(request_id)
         leaf = replica.leaves[0]

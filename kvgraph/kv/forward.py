@@ -1,4 +1,4 @@
-"""Given tokens through a graph, chunk by chunk, with logits of every token."""
+"""Run given tokens through a graph, chunk by chunk, with logits of every token."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ Run = Callable[[ModelInputs, KVCacheInputs], Logits]
 
 
 Chunk = int | Sequence[int]
-"""Most new tokens of a row in a step: of each, or of all."""
+"""Most new tokens of a row in a step: one number for each row, or one number for all."""
 
 
 def forward(
     kv: KVCacheManager, rows: Sequence[npt.ArrayLike], run: Run, *, chunk: Chunk
 ) -> Iterator[tuple[int, int, Logits]]:
-    """`(row, first, logits [new, vocab])` of each step and row: logits of tokens from `first` on.
+    """Yield `(row, first, logits [new, vocab])` of each step and row: logits from token `first` on.
 
-    All rows run together, at most `chunk` new tokens of each in a step. They are claimed at the
-    start and released at the end, whatever happens. `run`'s logits are valid until its next call.
+    All rows run together, with at most `chunk` new tokens of each in a step. They are claimed at
+    the start and always released at the end. `run`'s logits are valid until its next call.
     """
     contexts = [TextContext(("forward", i), np.asarray(row)) for i, row in enumerate(rows)]
     most = chunks_of(chunk, len(rows))
@@ -48,7 +48,7 @@ def chunks_of(chunk: Chunk, rows: int) -> Sequence[int]:
 def all_logits(
     kv: KVCacheManager, rows: Sequence[npt.ArrayLike], run: Run, *, chunk: Chunk
 ) -> list[Logits]:
-    """What `forward` gives, by row: logits of every token, `[len(row), vocab]` each."""
+    """Logits of every token that `forward` yields, by row: `[len(row), vocab]` each."""
     found: list[list[Logits]] = [[] for _ in rows]
     for row, _, part_TV in forward(kv, rows, run, chunk=chunk):
         found[row].append(part_TV.copy())

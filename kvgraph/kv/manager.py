@@ -1,4 +1,4 @@
-"""What every cache manager answers to, and what a subclass of a user's own need not write."""
+"""Interface of every cache manager, with defaults for the subclasses that users write."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ class KVCacheManager(ABC):
     """Bookkeeping of a KV cache: `claim -> (alloc -> runtime_inputs -> step)* -> release`.
 
     A manager never reads or writes K and V: sessions run graphs over the buffers that
-    `runtime_inputs` returns. Misuse raises ValueErrors (RequestError) and leaves it unchanged.
-    Not thread-safe: its caller sees to it that calls do not overlap, as an engine does.
+    `runtime_inputs` returns. Misuse raises RequestError, a ValueError, and changes nothing. Not
+    thread-safe: the caller must not let calls overlap, as an engine does not.
 
-    Meant to be subclassed: `fetch` and `input_symbols` are what a subclass defines. As it stands
-    each of `max_batch_size` slots of a replica holds a sequence of `max_seq_len` tokens. For
-    `num_layers` and `devices` the default is what `params` say, and what is given wins over it.
-    `session` owns memory; `is_ragged` says whether rows of a batch differ in length.
+    Made to be subclassed: a subclass defines `fetch` and `input_symbols`. By default each of
+    `max_batch_size` slots of a replica holds a sequence of `max_seq_len` tokens. `num_layers` and
+    `devices` override the values of `params`. `session` owns the memory. `is_ragged`: whether rows
+    of a batch differ in length.
     """
 
     def __init__(
@@ -69,9 +69,9 @@ class KVCacheManager(ABC):
 
     @abstractmethod
     def fetch(self, batch: Sequence[TextContext], num_steps: int = 1) -> Sequence[KVCacheInputs]:
-        """One replica's values for `num_steps` steps without a manager call: a record per device.
+        """Values of one replica for `num_steps` steps without a manager call: a record per device.
 
-        `alloc(ctx, num_steps=...)` comes first, `increment_cache_lengths` between the steps.
+        Call `alloc(ctx, num_steps=...)` before, and `increment_cache_lengths` between the steps.
         """
 
     @abstractmethod
@@ -82,7 +82,7 @@ class KVCacheManager(ABC):
 
     @also_named(n="request_id")
     def claim(self, request_id: RequestID, replica_idx: int = 0) -> None:
-        """Pin a request to a replica for life.
+        """Pin a request to a replica until its release.
 
         RequestError if it is claimed already, CapacityError if no row is left. A manager of slots
         refuses a number: `claim_slots(n)` claims n of them.
@@ -100,7 +100,7 @@ class KVCacheManager(ABC):
         return chosen
 
     def external_claim(self, seq_ids: Sequence[int], replica_idx: int = 0) -> None:
-        """Claim the slots that the caller chose; all of them or, with RequestError, none."""
+        """Claim the slots `seq_ids` of the caller's choice: all, or none with RequestError."""
         self._slots.claim_numbers(seq_ids, replica_idx)
 
     @property
@@ -111,11 +111,12 @@ class KVCacheManager(ABC):
     def alloc(
         self, data: TextContext, replica_idx: int = 0, *, num_steps: int = 1, lookahead: int = 0
     ) -> None:
-        """Own memory for `processed + active + num_steps - 1 + lookahead` tokens; never shrinks.
+        """Hold memory for `processed + active + num_steps - 1 + lookahead` tokens; never shrinks.
 
-        While the row owns no page, the prefix cache is asked first and `data` skips what it gives.
-        Atomic: InsufficientPagesError or RequestError leave request and manager unchanged. A slot
-        is there already: RequestError if the tokens do not fit into `max_seq_len`.
+        If the row owns no page, the prefix cache is looked up first, and `data` skips the tokens
+        found there. Atomic: InsufficientPagesError or RequestError leave request and manager
+        unchanged. A manager of slots has the memory already: RequestError if the tokens do not fit
+        into `max_seq_len`.
         """
         extra = require_steps(num_steps, lookahead)
         require_context(data, "alloc")
@@ -123,7 +124,7 @@ class KVCacheManager(ABC):
         self._require_fits(data, extra)
 
     def alloc_batch(self, batches: Batches, *, num_steps: int = 1, lookahead: int = 0) -> None:
-        """`alloc` for a whole step, atomic as a whole."""
+        """`alloc` for all requests of a step: all of them succeed, or nothing changes."""
         for replica_idx, batch in enumerate(self._per_replica(batches, "alloc_batch")):
             for ctx in batch:
                 self.alloc(ctx, replica_idx, num_steps=num_steps, lookahead=lookahead)
@@ -139,7 +140,7 @@ class KVCacheManager(ABC):
         """Values that bind to the symbols, valid until the next call but one; with a session that
         copies them to a GPU (backend `torch` on `cuda`) until the next call. Changes no page.
 
-        Here what `fetch` gives for each replica: UnsupportedError for one of the two bounds.
+        The default joins `fetch` of each replica, and raises UnsupportedError for either bound.
         """
         if (max_cache_length, batch_characteristics) != (None, None):
             raise UnsupportedError(
@@ -152,9 +153,10 @@ class KVCacheManager(ABC):
 
     @also_named(batch="batches")
     def step(self, batches: Batches | Sequence[TextContext]) -> None:
-        """After `update`: commit what is full and processed; a flat list serves one replica.
+        """Commit pages that are full and processed; call it after `update`. A flat list is the
+        batch of the only replica.
 
-        Without a prefix cache there is nothing to commit: checks that the requests are claimed.
+        Without a prefix cache nothing is committed: it checks that the requests are claimed.
         """
         for replica_idx, batch in enumerate(self._per_replica(batches, "step")):
             for ctx in batch:
@@ -162,15 +164,15 @@ class KVCacheManager(ABC):
 
     @also_named(seq_id="request_id")
     def release(self, request_id: RequestID, replica_idx: int = 0) -> None:
-        """Give back all that the request owns."""
+        """Free the row or slot of the request, and all pages that it holds."""
         self._slots.release(request_id, replica_idx)
 
     @contextmanager
     def reserve(self, replica_batches: Batches) -> Iterator[None]:
-        """Claim and alloc all requests for a scope; released on every way out of it.
+        """Claim and alloc all requests for a scope; they are always released at its end.
 
-        One that the scope has released is left out. What the scope raises comes out of it, whatever
-        a release raises.
+        A request that the scope itself has released is skipped. An exception of the scope is
+        raised on, even if a release fails too.
         """
         claimed: list[tuple[RequestID, int]] = []
         try:
@@ -200,51 +202,51 @@ class KVCacheManager(ABC):
         """Values for the next of several steps, in the nesting of `kv_cache_inputs`.
 
         On the device `cache_lengths += row_offsets[1:] - row_offsets[:-1]`, without a sync; then
-        `max_lengths = max_lengths[1:]`. `prev_model_inputs`: what the step before ran on (its
-        `input_row_offsets` is read), a sequence of them for several replicas. The manager's state
-        is untouched; records of the step before are not valid any more.
+        `max_lengths = max_lengths[1:]`. `prev_model_inputs`: inputs of the previous step (its
+        `input_row_offsets` is read), or a sequence of them for several replicas. The manager's
+        state does not change; records of the previous step become invalid.
         """
         replicas = self.params.data_parallel_degree
         return advance(kv_cache_inputs, prev_model_inputs, replicas, self.session)
 
-    # -- pages from tiers below the device: a manager without them has nothing to wait for
+    # -- pages from tiers below the device: a manager without tiers never waits
 
     def prefetch(self, contexts: Sequence[TextContext], replica_idx: int = 0) -> list[bool]:
-        """Ask the tiers below the device what the first `alloc` of each request could load.
+        """Look up in the tiers below the device the pages that each request's first `alloc` could
+        load. Returns one boolean per request.
 
-        False while they are looking, or another request is loading the same pages: call again
-        after `wait`. Without it `alloc` finds only what the device holds.
+        False: the lookup goes on, or another request is loading the same pages; call again after
+        `wait`. Without `prefetch`, `alloc` finds only pages on the device.
         """
         return [True] * len(contexts)
 
     def is_loading(self, request_id: RequestID) -> bool:
-        """Whether pages of the request are on their way: it cannot run before `poll` named it."""
+        """Whether pages of the request are being loaded: it cannot run before `poll` returns it."""
         return False
 
     def poll(self) -> dict[RequestID, bool]:
-        """Requests whose pages are not on their way any more, each once.
+        """Requests whose load has ended since the last call, each once.
 
-        True: they have landed; `alloc` goes on. False: they have not, and the request is as after
-        `claim`: `alloc` has it computed.
+        True: the pages are loaded, and `alloc` goes on. False: the load failed, and the request is
+        as after `claim`: after `alloc` its tokens are computed.
         """
         return {}
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Block until `poll` or `prefetch` may have news; False where `timeout` seconds passed."""
+        """Block until `poll` or `prefetch` may have results; False after `timeout` seconds."""
         return True
 
     def rebuild(self) -> None:
-        """Start all bookkeeping over on the same memory: nothing is claimed, nothing is cached.
+        """Reset all bookkeeping on the same memory: nothing is claimed, nothing is cached.
 
-        For after a call that an interrupt or a lack of memory stopped: whatever state it left.
-        Copies between tiers that go on are waited for, those that wait are dropped; metrics stay.
-        A `rebuild` that is itself interrupted can be called again.
+        Use it after a call that an interrupt or a lack of memory stopped: any state is accepted.
+        Running copies between tiers are waited for, queued ones are dropped; metrics stay. A
+        `rebuild` that is itself interrupted can be called again.
         """
         vars(self).pop("_slots", None)
 
     def close(self) -> None:
-        """Finish what is queued for the tiers, for 10 seconds at most, and let go of them.
-        Idempotent."""
+        """Finish queued work of the tiers, for 10 seconds at most, and close them. Idempotent."""
         return
 
     # -- queries: they change nothing
@@ -255,7 +257,8 @@ class KVCacheManager(ABC):
         return self._slots.replica_of(request_id) == replica_idx
 
     def require_room(self, request_id: RequestID, tokens: int, chunk: int) -> None:
-        """RequestError if `tokens` tokens, `chunk` of them new at a time, never fit here at all."""
+        """Raise RequestError if `tokens` tokens, at most `chunk` of them new in a step, can never
+        fit."""
         if tokens > self.max_seq_len:
             raise RequestError(
                 f"request {request_id!r}: expected at most max_seq_len={self.max_seq_len} tokens, "
@@ -267,21 +270,22 @@ class KVCacheManager(ABC):
         return ctx.current_length <= self.max_seq_len
 
     def coming_pages(self, contexts: Sequence[TextContext], replica_idx: int = 0) -> set[bytes]:
-        """Digests of the prompts' pages that the next step of `contexts` computes, or begins to.
+        """Digests of the prompts' pages that the next step of `contexts` computes, in full or in
+        part.
 
-        Empty where no pages are shared.
+        Empty if no pages are shared.
         """
         return set()
 
     def missing_page(self, ctx: TextContext, replica_idx: int = 0) -> bytes | None:
         """Digest of the first page that the first `alloc(ctx)` would not find on the device.
 
-        None where it finds every page that it can, or where no pages are shared.
+        None if it finds every possible page, or if no pages are shared.
         """
         return None
 
     def get_req_blocks(self, request_id: RequestID, replica_idx: int = 0) -> list[int]:
-        """Page ids of the request, in the order of its tokens; without pages its slot."""
+        """Page ids of the request, in the order of its tokens; its slot in a manager of slots."""
         return [self._slots.slot_of(request_id, replica_idx, "get_req_blocks")]
 
     def get_symbolic_inputs(
@@ -297,7 +301,7 @@ class KVCacheManager(ABC):
         return self.input_symbols()
 
     def num_kv_inputs(self) -> int:
-        """Fields of one record."""
+        """Number of fields of one record."""
         return len(self.input_symbols()[0])
 
     @classmethod
@@ -311,7 +315,7 @@ class KVCacheManager(ABC):
         devices: Sequence[Device] | None = None,
         **kwargs: object,
     ) -> int:
-        """Bytes of all replicas' usable pages; `available_cache_memory` is one replica's."""
+        """Bytes of all replicas' usable pages. `available_cache_memory`: bytes of one replica."""
         params = _deployed(params, num_layers, devices)
         plan = plan_memory(params, available_cache_memory, max_batch_size, max_seq_len)
         return plan.nbytes * params.data_parallel_degree
@@ -328,7 +332,7 @@ class KVCacheManager(ABC):
     ) -> int:
         """Largest batch whose maximum-length requests all fit in one replica, at least 1.
 
-        ParamsError where a size is no integer, or `max_seq_len` is below 1.
+        ParamsError if a size is no integer, or `max_seq_len` is below 1.
         """
         params = _deployed(params, num_layers, devices)
         available = whole("available_cache_memory", available_cache_memory, ParamsError)
@@ -343,7 +347,7 @@ class KVCacheManager(ABC):
         return Slots(self.max_batch_size, self.params.data_parallel_degree)
 
     def _release_all(self, claimed: Sequence[tuple[RequestID, int]]) -> None:
-        """The last first; every one is released, whatever the release of another raises."""
+        """Release in reverse order; each is released even if the release of another raises."""
         with ExitStack() as releases:
             for request_id, replica_idx in claimed:
                 if self.contains(request_id, replica_idx):
@@ -371,7 +375,7 @@ class KVCacheManager(ABC):
 def _deployed(
     params: KVCacheParamInterface, num_layers: int | None, devices: Sequence[Device] | None
 ) -> KVCacheParamInterface:
-    """The params with these layers and devices; a tree's leaves have their own."""
+    """`params` with these layers and devices; a tree is unchanged: its leaves have their own."""
     if not isinstance(params, KVCacheParams):
         return params
     return replace(

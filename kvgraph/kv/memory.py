@@ -1,4 +1,4 @@
-"""Memory planning: how many pages fit, and what they are good for."""
+"""Memory planning: how many pages fit, and how many requests they serve."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ DEFAULT_BATCH_SIZE, DEFAULT_BATCH_TOKENS = 64, 2048
 """Rows and new tokens of an engine's step where nothing says otherwise."""
 
 DEVICE_CACHE_SHARE = 0.9
-"""Of what weights and the largest step leave of a GPU. The rest is for captured graphs, copies
-between tiers, and what libraries take later."""
+"""Share of the GPU memory left after weights and the largest step that the cache gets. The rest is
+for captured graphs, copies between tiers, and libraries."""
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
     """Pages of one replica. The null page is extra: a pool has `num_pages + 1` page slots.
 
-    `bytes_per_page` counts all shards of the replica; `pages_per_request` is what a request of
-    `max_seq_len` tokens needs.
+    `bytes_per_page`: over all shards of the replica. `pages_per_request`: pages of a request of
+    `max_seq_len` tokens.
     """
 
     num_pages: int
@@ -42,7 +42,7 @@ class MemoryPlan:
 
     @property
     def max_concurrent_requests(self) -> int:
-        """Requests of maximum length that fit at once; 0 if not even one does."""
+        """Requests of maximum length that fit at once; 0 if not even one fits."""
         return self.num_pages // self.pages_per_request
 
 
@@ -51,15 +51,16 @@ SCORED_TOKENS = 128
 
 
 def most_logits(rows: int, tokens: int) -> int:
-    """Rows of logits of a step of at most `tokens` new tokens: one for each of `rows` requests, and
-    those of scored prompts. A token has one row at most."""
+    """Most rows of logits of a step with at most `tokens` new tokens: one for each of `rows`
+    requests, and SCORED_TOKENS of scored prompts. A token has one row at most."""
     return min(rows + SCORED_TOKENS, tokens)
 
 
 def most_pages(leaf: KVCacheParams, tokens: int, chunk: int) -> int:
     """Pages of `leaf` that one request of `tokens` tokens can hold at once.
 
-    All of them; in a leaf with a window, those that the queries of a chunk of `chunk` tokens see.
+    A leaf without a window holds all pages; a leaf with one holds the pages that the queries of a
+    chunk of `chunk` tokens see.
     """
     whole = ceildiv(tokens, leaf.page_size)
     if leaf.window_size is None:
@@ -69,8 +70,8 @@ def most_pages(leaf: KVCacheParams, tokens: int, chunk: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class LeafPlan:
-    """Pages of each leaf of one replica, by path, and the requests of maximum length they hold:
-    0 to `max_batch_size`."""
+    """Pages of each leaf of one replica, by path, and the number of requests of maximum length that
+    they hold: 0 to `max_batch_size`."""
 
     pages: dict[str, int]
     nbytes: int
@@ -86,11 +87,11 @@ def plan_leaves(
 ) -> LeafPlan:
     """Divide `available` bytes of one replica among the leaves of `params`.
 
-    Steps have at most `chunk` new tokens in all. A leaf with a window gets what the requests that
-    fit (at most `max_batch_size`) can hold of it; the leaves that keep everything share the rest,
-    at most `ceil(max_seq_len / page_size) * max_batch_size` pages each. Of a cache without windows
-    this is `plan_memory`. ParamsError where one request of maximum length would not fit a window's
-    leaf, or a leaf would get no page.
+    A step has at most `chunk` new tokens in all. A leaf with a window gets the pages that the
+    requests that fit (at most `max_batch_size`) can hold in it. The leaves without a window share
+    the rest, at most `ceil(max_seq_len / page_size) * max_batch_size` pages each. Without any
+    window the result is that of `plan_memory`. ParamsError if one request of maximum length would
+    not fit into a leaf with a window, or if a leaf would get no page.
     """
     leaves = params.leaves
     if all(leaf.window_size is None for leaf in leaves.values()):
@@ -134,7 +135,7 @@ def plan_leaves(
 
 
 def _steady_pages(leaf: KVCacheParams, tokens: int) -> int:
-    """Pages of a request between chunks: its window touches one page more at each end."""
+    """Pages of a request between chunks; its window can touch one more page at each end."""
     whole = ceildiv(tokens, leaf.page_size)
     if leaf.window_size is None:
         return whole

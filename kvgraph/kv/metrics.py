@@ -9,13 +9,14 @@ from dataclasses import dataclass, fields
 class KVCacheMetrics:
     """Counters since the start or the last reset; `a + b` adds field by field.
 
-    `input_tokens` are prefill tokens that had to be computed, `cache_tokens` prefill tokens taken
-    from the cache. Both are counted when an alloc succeeds; decode tokens are in neither.
-    Of a request that waits for a tier `cache_tokens` is counted when its pages have landed.
-    The rest counts pages (blocks; `offload_dropped` too, once for each tier that did not get one),
-    but for `load_failures`, which are requests, and `inflight_ops`, the copies and writes that are
-    queued or running now. `disk_*` and `remote_*` count the stores of these names; a manager's
-    `tier_stats()` has the figures of every store by its name.
+    `input_tokens`: prefill tokens that had to be computed. `cache_tokens`: prefill tokens taken
+    from the cache. Both are counted when an alloc succeeds; decode tokens are in neither. If a
+    request waits for a tier, its `cache_tokens` are counted when its pages are loaded.
+
+    `load_failures`: requests. `inflight_ops`: copies and writes that are queued or running now. All
+    other fields count pages (blocks). `offload_dropped`: pages that a tier did not get, counted
+    once for each such tier. `disk_*` and `remote_*`: pages of the stores of these names; a
+    manager's `tier_stats()` has the figures of every store by its name.
     """
 
     input_tokens: int = 0

@@ -24,24 +24,24 @@ RowOffsets: TypeAlias = npt.NDArray[np.int32] | Buffer
 
 
 class HasRowOffsets(Protocol):
-    """`ModelInputs`, or a record of a model's own."""
+    """Record with row offsets: `ModelInputs`, or a model's own."""
 
     @property
     def input_row_offsets(self) -> RowOffsets: ...
 
 
 StepInputs: TypeAlias = HasRowOffsets | RowOffsets
-"""What a step ran on: a record with `input_row_offsets`, or these themselves."""
+"""Inputs of a step: a record with `input_row_offsets`, or the row offsets themselves."""
 
 
 class Increments(Protocol):
-    """A session whose memory is not the host's."""
+    """A session with device memory, which increments cache lengths there."""
 
     def increment(self, cache_lengths: Buffer, row_offsets: RowOffsets) -> None: ...
 
 
 Nest = TypeVar("Nest", bound=KVCacheInputs | Sequence[KVCacheInputs])
-"""Values of a step: of one cache or a tree, or a record for each device."""
+"""Values of a step, for one cache or a tree, or as a record for each device."""
 
 
 def advance(
@@ -52,8 +52,8 @@ def advance(
 ) -> Nest:
     """Values of the next step in the nesting of `inputs`; see `increment_cache_lengths`.
 
-    Shards and leaves share one `cache_lengths` array, which is incremented once. For memory that
-    is not the host's the session is asked: `session.increment(cache_lengths, row_offsets)`.
+    Shards and leaves share one `cache_lengths` array, which is incremented once. The session
+    increments device memory: `session.increment(cache_lengths, row_offsets)`.
     """
     offsets = _offsets_per_replica(prev_model_inputs, num_replicas)
     records = _device_records(inputs)
@@ -65,7 +65,7 @@ def advance(
             padded = isinstance(leaf, PaddedKVCacheInputs)
             lengths: Buffer = getattr(leaf, "start_pos" if padded else "cache_lengths")
             growing.setdefault(id(lengths.handle), (lengths, offsets[i // per_replica]))
-    for lengths, row_offsets in growing.values():  # before any of them grows
+    for lengths, row_offsets in growing.values():  # check all before any of them changes
         if isinstance(lengths.handle, np.ndarray):
             _require_offsets(row_offsets, lengths.shape[0])
     for lengths, row_offsets in growing.values():
@@ -76,7 +76,7 @@ def advance(
 
 
 def _increment(lengths: Buffer, row_offsets: RowOffsets, session: SessionInterface | None) -> None:
-    """`lengths [batch_size]` or `[1]` grow by each row's new tokens (`[1]`: the first row's)."""
+    """Add each row's new tokens to `lengths [batch_size]`; `lengths [1]` gets the first row's."""
     if isinstance(lengths.handle, np.ndarray):
         new = np.diff(np.asarray(row_offsets)).astype(np.int32)
         lengths.handle += new[: lengths.shape[0]]
@@ -157,6 +157,6 @@ def _next_step(inputs: KVCacheInputs) -> KVCacheInputs:
 
 
 def _behind_first(maxima: Buffer) -> Buffer:
-    """`max_lengths` without the step that has run."""
+    """`max_lengths` without its first step, which has run."""
     rest = maxima.handle[1:]
     return Buffer(maxima.dtype, rest.shape, maxima.device, rest)

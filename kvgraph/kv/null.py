@@ -49,12 +49,12 @@ from kvgraph.kv.requests import (
 
 
 class NullKVCacheManager(KVCacheManager):
-    """A manager that allocates nothing, ever, whose symbols equal the paged manager's.
+    """A manager that never allocates memory and has the same symbols as the paged manager.
 
-    `devices` win over those of `params`; `page_size` and `num_layers` must agree with `params`
-    where they are given (ParamsError; a tree has the layers of all its leaves). Claims are tracked;
-    alloc and step do nothing; all figures are constants.
-    `session` and `available_cache_memory` are kept and not used.
+    `devices` override those of `params`. `page_size` and `num_layers`, if given, must agree with
+    `params` (ParamsError; a tree has the layers of all its leaves). Claims are tracked; alloc and
+    step do nothing; all figures are constants. `session` and `available_cache_memory` are stored
+    but not used.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class NullKVCacheManager(KVCacheManager):
         self.page_size = params.page_size
         self._metrics = KVCacheMetrics()
         self._claimed: dict[RequestID, int] = {}
-        self.get_symbolic_inputs()  # ParamsError where the devices do not fit the heads
+        self.get_symbolic_inputs()  # ParamsError if the heads cannot be divided among the devices
 
     # -- lifecycle: claims are tracked, the rest does nothing
 
@@ -97,28 +97,28 @@ class NullKVCacheManager(KVCacheManager):
     def alloc(
         self, data: TextContext, replica_idx: int = 0, *, num_steps: int = 1, lookahead: int = 0
     ) -> None:
-        """Does nothing; its page's second argument is the number of steps."""
+        """Do nothing. On its API page the second argument is the number of steps."""
 
     def alloc_batch(self, batches: Batches, *, num_steps: int = 1, lookahead: int = 0) -> None:
-        """Does nothing."""
+        """Do nothing."""
 
     def require_room(self, request_id: RequestID, tokens: int, chunk: int) -> None:
-        """Everything fits where nothing is stored."""
+        """Do nothing: no memory is used, so every request fits."""
 
     def has_room(self, ctx: TextContext, replica_idx: int = 0) -> bool:
         return True
 
     def alloc_dummy(self, request_id: RequestID, replica_idx: int = 0) -> None:
-        """Claims the request, no more."""
+        """Claim the request."""
         self.claim(request_id, replica_idx)
 
     @also_named(batch="batches")
     def step(self, batches: Batches | Sequence[TextContext]) -> None:
-        """Does nothing."""
+        """Do nothing."""
 
     @also_named(seq_id="request_id")
     def release(self, request_id: RequestID, replica_idx: int | None = None) -> None:
-        """Forget the claim; nothing to do for a request that is not claimed."""
+        """Remove the claim; do nothing for a request that is not claimed."""
         claimed_on = self._claimed.get(request_id)
         if claimed_on is not None and replica_idx not in (None, claimed_on):
             raise RequestError(
@@ -132,7 +132,7 @@ class NullKVCacheManager(KVCacheManager):
         raise no_slots(self)
 
     def rebuild(self) -> None:
-        """Forgets the claims."""
+        """Remove all claims."""
         self._claimed = {}
 
     @also_named(seq_id="request_id")
@@ -141,10 +141,10 @@ class NullKVCacheManager(KVCacheManager):
         return claimed_on is not None and replica_idx in (None, claimed_on)
 
     def reset_metrics(self) -> None:
-        """Does nothing: the counters never move."""
+        """Do nothing: the counters never change."""
 
     def reset_prefix_cache(self) -> None:
-        """Does nothing."""
+        """Do nothing."""
 
     # -- symbols and dummies
 
@@ -164,7 +164,7 @@ class NullKVCacheManager(KVCacheManager):
         batch_characteristics: BatchCharacteristics | None = None,
         num_steps: int = 1,
     ) -> KVCacheInputs:
-        """Dummies without memory that bind to the symbols; the sizes mean nothing."""
+        """Dummies without memory that bind to the symbols; their sizes are arbitrary."""
         rows = max((len(batch) for batch in batches), default=0)
         return join_devices(self._dummies(rows, num_steps))
 
@@ -175,7 +175,7 @@ class NullKVCacheManager(KVCacheManager):
     def increment_cache_lengths(
         self, kv_cache_inputs: Nest, prev_model_inputs: StepInputs | Sequence[StepInputs]
     ) -> Nest:
-        """Its input, unchanged."""
+        """`kv_cache_inputs`, unchanged."""
         return kv_cache_inputs
 
     def _dummies(self, rows: int, num_steps: int) -> list[KVCacheInputs]:
@@ -266,7 +266,8 @@ def _dummy_record(symbols: KVCacheInputSymbols, sizes: Mapping[str, int]) -> KVC
 
 
 def _dummy(symbol: TensorType, sizes: Mapping[str, int]) -> Buffer:
-    """No memory; dims carry prefixes of replica and leaf before the names in `sizes`."""
+    """Dummy Buffer without memory; a dim's name is a name in `sizes` after prefixes of replica and
+    leaf."""
     extents = {
         dim: next(size for name, size in sizes.items() if dim.endswith(name))
         for dim in symbol.symbolic_dims

@@ -27,11 +27,11 @@ from kvgraph.kv.requests import Batches, TextContext, require_steps
 class PaddedKVCacheManager(KVCacheManager):
     """One rectangle `[L, max_batch_size, max_seq_len, K, D]` of keys and one of values.
 
-    A claim takes the lowest free row of a replica, and a batch lists its requests in the order of
-    their rows, from row 0; rows beyond the batch idle: a graph sees `max_batch_size` rows, and the
-    `input_row_offsets` of a smaller batch repeat the last one for the others (`[0, 3, 3, 3]`). All
-    rows of a batch have cached equally many tokens (`start_pos`). `num_layers` and `devices` win
-    over those of `params`.
+    A claim takes the lowest free row of a replica. A batch lists its requests in the order of their
+    rows, from row 0. A graph always sees `max_batch_size` rows; rows beyond the batch are idle: in
+    `input_row_offsets` the last offset of a smaller batch is repeated (`[0, 3, 3, 3]`). All rows of
+    a batch have the same number of cached tokens (`start_pos`). `num_layers` and `devices` override
+    the values of `params`.
     """
 
     params: KVCacheParams
@@ -64,9 +64,9 @@ class PaddedKVCacheManager(KVCacheManager):
         batch_characteristics: BatchCharacteristics | None = None,
         num_steps: int = 1,
     ) -> KVCacheInputs:
-        """The rectangles and the batch's `start_pos`; RequestError if rows differ in it.
+        """The rectangles and the batch's `start_pos`; RequestError if the rows' differ.
 
-        The two bounds change nothing here: a rectangle has one size.
+        The two bounds have no effect: a rectangle has one size.
         """
         extra = require_steps(num_steps)
         given = self._per_replica(batches, "runtime_inputs")
@@ -95,11 +95,11 @@ class PaddedKVCacheManager(KVCacheManager):
         return self.get_symbolic_inputs()
 
     def num_free_blocks(self, replica_idx: int = 0) -> int:
-        """Free rows."""
+        """Number of free rows of the replica."""
         return len(self._slots.free(replica_idx, "num_free_blocks"))
 
     def total_num_blocks(self, replica_idx: int = 0) -> int:
-        """Rows."""
+        """Number of rows of the replica: `max_batch_size`."""
         self._slots.free(replica_idx, "total_num_blocks")
         return self.max_batch_size
 

@@ -47,17 +47,17 @@ class PagedKVCacheManager(PagedQueries, Uncopied):
     - `total_num_pages`: usable pages of each replica (of each leaf, or by leaf path); the null
       page is extra
     - `max_batch_size`: requests that one replica can hold claimed at once
-    - `identity`: of the model, part of every page's identity; default: the session's
-    - `max_seq_len`: longest context in tokens; default: what the pool holds
+    - `identity`: identity of the model, part of every page's identity; default: the session's
+    - `max_seq_len`: longest context in tokens; default: as many as the pool holds
     - `enable_runtime_checks`: verify all bookkeeping after every call (slow)
     - `total_num_host_pages`: pages of the host tier, which all replicas share (of each leaf, or by
       leaf path)
-    - `stores`, `sources`: what opens the tiers below the host, fastest first; `stores` are written
-      through, `sources` only read
+    - `stores`, `sources`: openers of the tiers below the host, fastest first; pages are written to
+      all `stores`, and `sources` are only read
 
     With tiers a first `alloc` may find pages that are not on the device: the request is held
-    (`is_loading`) until `poll` says that they have landed. Page counts of a tree are sums over its
-    leaves.
+    (`is_loading`) until `poll` returns that they are loaded. Page counts of a tree are sums over
+    its leaves.
     """
 
     _tier_threads = True
@@ -118,7 +118,7 @@ class PagedKVCacheManager(PagedQueries, Uncopied):
     def alloc_dummy(self, request_id: RequestID, replica_idx: int = 0) -> None:
         """Claim a row that points at the null page, to pad a batch.
 
-        It takes no page, alloc and step do nothing on it, and nothing of it is ever committed.
+        It takes no page, alloc and step have no effect on it, and none of its pages is committed.
         """
         replica = self._replica_to_claim(request_id, replica_idx)
         self._claimed[request_id] = replica.open_dummy(request_id)
@@ -202,7 +202,7 @@ class PagedKVCacheManager(PagedQueries, Uncopied):
         )
 
     def step(self, batches: Batches | Sequence[TextContext]) -> None:
-        # By one name only: every decode step calls it.
+        # Without `also_named`'s synonym: every decode step calls it.
         for replica, rows in self._resolve(batches, "step"):
             if replica.needs_step and (awake := rows.awake()):
                 committed = replica.step(awake)
@@ -221,12 +221,12 @@ class PagedKVCacheManager(PagedQueries, Uncopied):
         self._verify()
 
     def reset_prefix_cache(self) -> None:
-        """Forget every committed page, and empty the tiers.
+        """Un-commit every page, and empty the tiers.
 
-        A live request keeps its pages and runs on, but no other request takes them, nor what it
-        computes over them. A copy that has begun is discarded when it ends, and a request that
-        waits for a load is computed. Bound prefixes stay, and so does what other models keep in a
-        shared store.
+        A claimed request keeps its pages and runs on, but no other request can take them, or its
+        later pages. A copy that has begun is discarded when it ends. A request that waits for a
+        load is computed instead. Bound prefixes stay, and so do other models' pages in a shared
+        store.
         """
         for replica in self._replicas:
             replica.reset_prefix_cache()
@@ -235,15 +235,15 @@ class PagedKVCacheManager(PagedQueries, Uncopied):
         self._verify()
 
     def follow(self, replica_idx: int = 0) -> None:
-        """From now on `events` has what happens to the replica's committed pages.
+        """Record changes of the replica's committed pages from now on, for `events`.
 
-        It begins with `Cleared`: those that are committed already are not told.
+        The first event is `Cleared`: pages that are committed already are not listed.
         """
         replica = at_replica(self._replicas, replica_idx, "follow")
         self._followed[replica_idx] = replica.follow()
 
     def events(self, replica_idx: int = 0) -> list[Event]:
-        """What happened to its committed pages since the last call, in order."""
+        """Changes of the replica's committed pages since the last call, in order."""
         journal = self._followed.get(replica_idx)
         if not journal:
             return []
@@ -252,12 +252,12 @@ class PagedKVCacheManager(PagedQueries, Uncopied):
         return events
 
     def followed(self, replica_idx: int = 0) -> tuple[int, int | None]:
-        """Of the leaf that `events` tells of: its pages, and its window."""
+        """Number of pages, and window in tokens (None without one), of the leaf in `events`."""
         leaf = at_replica(self._replicas, replica_idx, "followed").followed
         return leaf.pool.num_pages, leaf.window
 
     def committed_digests(self, replica_idx: int = 0) -> list[bytes]:
-        """Of the pages that are committed now, as `events` tells of them; in no order."""
+        """Digests of the pages that are committed now in the leaf of `events`, in no order."""
         replica = at_replica(self._replicas, replica_idx, "committed_digests")
         return list(replica.followed.pool.index)
 
@@ -335,7 +335,7 @@ class PagedKVCacheManager(PagedQueries, Uncopied):
 def _plans(
     batches: Sequence[tuple[Replica, BatchRows]], extra: int, loadable: Loadable | None = None
 ) -> list[tuple[Replica, AllocPlan]]:
-    """Of the replicas with rows that need pages: none in the usual decode step."""
+    """Plans of the replicas with rows that need pages; empty in most decode steps."""
     return [
         (replica, replica.planner.plan(lacking, extra, loadable))
         for replica, rows in batches

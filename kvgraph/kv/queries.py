@@ -1,4 +1,4 @@
-"""What a paged manager answers about its requests, pages and tiers; nothing here changes any."""
+"""Queries of a paged manager about its requests, pages and tiers; a query changes nothing."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from kvgraph.kv.tiers.store import StoreStats, page_key
 
 
 class PagedQueries(KVCacheManager):
-    """The queries of `PagedKVCacheManager`, which makes the state that they read."""
+    """Queries of `PagedKVCacheManager`, a subclass that makes the state that they read."""
 
     _paths: list[str]
     _claimed: dict[RequestID, Row]
@@ -52,32 +52,33 @@ class PagedQueries(KVCacheManager):
     def get_req_blocks(
         self, request_id: RequestID, replica_idx: int = 0, leaf: str | None = None
     ) -> list[int]:
-        """Page ids in the order of tokens, the null page where a window has passed.
+        """Page ids in the order of tokens; the null page stands for pages behind a window.
 
-        `leaf` is the path in a tree; by default its first leaf.
+        `leaf`: path in a tree; the default is its first leaf.
         """
         at_replica(self._replicas, replica_idx, "get_req_blocks")
         row = row_of(request_id, self._claimed, replica_idx, "get_req_blocks")
         return list(row.pages[0 if leaf is None else self._leaf_index(leaf)])
 
     def num_free_blocks(self, replica_idx: int = 0) -> int:
-        """Pages that no request holds, cached ones among them; those that a tier still copies are
-        given up where a request needs them. Any thread may ask."""
+        """Number of pages that no request holds, cached pages included. Pages that are being
+        offloaded to a tier count: a request that needs one ends its copy. Any thread may call it.
+        """
         return sum(pool.num_obtainable for pool in self._pools(replica_idx, "num_free_blocks"))
 
     def total_num_blocks(self, replica_idx: int = 0) -> int:
-        """Usable pages."""
+        """Number of usable pages of a replica, summed over leaves."""
         return sum(pool.num_pages for pool in self._pools(replica_idx, "total_num_blocks"))
 
     @property
     def max_context_length(self) -> int:
-        """Tokens that a row's lookup entries reach, in every leaf: no context is longer."""
+        """Longest context in tokens: the narrowest leaf's lookup row has no entries beyond it."""
         return min(replica.batch.max_width for replica in self._replicas) * self.params.page_size
 
     def require_room(self, request_id: RequestID, tokens: int, chunk: int) -> None:
-        """RequestError if a lone request of `tokens` tokens needs more pages than there are.
+        """Raise RequestError if one request of `tokens` tokens needs more pages than a pool has.
 
-        A leaf with a window holds at most what the queries of a chunk see.
+        In a leaf with a window a request holds at most the pages that the queries of a chunk see.
         """
         for (path, leaf), pool in zip(self.params.leaves.items(), self._pools(0, ""), strict=True):
             leaf = replace(leaf, page_size=self._replicas[0].settings.page_size)
@@ -114,33 +115,33 @@ class PagedQueries(KVCacheManager):
         return digests[hit] if hit < len(digests) else None
 
     def get_num_pages(self, replica_idx: int = 0) -> int:
-        """Usable pages."""
+        """Number of usable pages of a replica; the same as `total_num_blocks`."""
         return self.total_num_blocks(replica_idx)
 
     def get_num_used_pages(self, replica_idx: int = 0) -> int:
-        """Pages that requests hold."""
+        """Number of pages that requests hold."""
         pools = self._pools(replica_idx, "get_num_used_pages")
         return sum(pool.num_pages - pool.num_obtainable for pool in pools)
 
     def get_num_host_pages(self, replica_idx: int = 0) -> int:
-        """Pages that the host tier has room for; all replicas share it."""
+        """Number of pages of the host tier, which all replicas share."""
         return self._tier("host", replica_idx, "get_num_host_pages").num_pages
 
     def get_num_used_host_pages(self, replica_idx: int = 0) -> int:
-        """Pages that the host tier holds."""
+        """Number of pages stored in the host tier."""
         return self._tier("host", replica_idx, "get_num_used_host_pages").num_used_pages
 
     def get_num_disk_pages(self, replica_idx: int = 0) -> int:
-        """Pages (of the largest leaf) that the disk tier's limit allows."""
+        """Number of pages, of the largest leaf, that the disk tier's limit allows."""
         return self._tier("disk", replica_idx, "get_num_disk_pages").num_pages
 
     def get_num_used_disk_pages(self, replica_idx: int = 0) -> int:
-        """Pages of this model that the disk tier holds."""
+        """Number of pages of this model in the disk tier."""
         return self._tier("disk", replica_idx, "get_num_used_disk_pages").num_used_pages
 
     @property
     def host_committed_block_pct(self) -> float:
-        """Share of the host tier's pages that hold known content, 0 to 1; 0 without one."""
+        """Share of the host tier's pages that hold known content, 0 to 1; 0 without a host tier."""
         used, total = self.get_num_used_host_pages(), self.get_num_host_pages()
         return used / total if total else 0.0
 
@@ -149,9 +150,9 @@ class PagedQueries(KVCacheManager):
         return {} if self._tiers is None else self._tiers.connector.stats()
 
     def get_pct_used_blocks_after_allocation(self, ctx: TextContext, replica_idx: int = 0) -> float:
-        """Percent of pages held after `alloc(ctx)`, above 100 if it would fail.
+        """Percentage of pages in use after `alloc(ctx)`; above 100 if `alloc` would fail.
 
-        Prefix hits are counted as `alloc` would take them. Of a tree: its fullest leaf.
+        Prefix hits are counted as `alloc` would take them. For a tree: of its fullest leaf.
         """
         replica = at_replica(self._replicas, replica_idx, "get_pct_used_blocks_after_allocation")
         row = self._claimed.get(ctx.request_id)
@@ -163,40 +164,40 @@ class PagedQueries(KVCacheManager):
     def page_identities(self, ctx: TextContext) -> list[bytes]:
         """Digests of the full pages of `ctx` that do not hold its last token; 32 bytes each.
 
-        The same in every process that serves the same model, layout, adapter, seed and salt.
+        They are equal in all processes with the same model, layout, adapter, seed and salt.
         """
         return self.settings.identities(ctx)[1]
 
     def tier_keys(self, ctx: TextContext, replica_idx: int = 0) -> list[bytes]:
-        """Keys in the tiers of the pages that start `ctx`; none without tiers."""
+        """Keys, in the tiers, of the full pages at the start of `ctx`; empty without tiers."""
         at_replica(self._replicas, replica_idx, "tier_keys")
         pools = () if self._tiers is None else self._tiers.pools[replica_idx]
         digests = self.page_identities(ctx)
         return [page_key(digest, own.leaf, own.shards) for own in pools for digest in digests]
 
     def has_settled(self, keys: Sequence[bytes]) -> bool:
-        """Whether no page of these `tier_keys` is on its way to a tier: all that will be is there.
+        """Whether no page of these `tier_keys` is still being copied or written to a tier.
 
-        Any thread may ask.
+        Any thread may call it.
         """
         return self._tiers is None or self._tiers.connector.has_settled(keys)
 
     @property
     def settings(self) -> PoolSettings:
-        """What its pages are told apart by; `identities` needs no pool."""
+        """Settings of page identities; its `identities` needs no pool."""
         return self._replicas[0].settings
 
     @property
     def fingerprint(self) -> bytes:
-        """Of model and layout: what tells pages in files and stores apart; 32 bytes."""
+        """The 32-byte fingerprint of model and layout; it separates pages in files and stores."""
         return fingerprint_of(self.settings.identity)
 
     def committed_pages(
         self, ctx: TextContext, replica_idx: int = 0
     ) -> dict[str, dict[bytes, npt.NDArray[np.uint8]]]:
-        """Copies of the pages that start `ctx`: per leaf, bytes by key in the tiers.
+        """Copies of the pages at the start of `ctx`: per leaf, the bytes by key in the tiers.
 
-        Those that the device holds, and a request with these tokens would take as its prefix.
+        Only pages on the device that a request with these tokens would take as its prefix.
         """
         found = {}
         with self.held_pages(ctx, replica_idx) as leaves:
@@ -208,7 +209,7 @@ class PagedQueries(KVCacheManager):
         return found
 
     def leaf_pools(self, replica_idx: int = 0) -> list[LeafPools]:
-        """Where the pages of each leaf of a replica lie."""
+        """Memory of the pages of each leaf of a replica."""
         leaves = at_replica(self._replicas, replica_idx, "leaf_pools").leaves
         return [
             pools_of(leaf, path, self.params.n_shards, self.session)
@@ -218,7 +219,7 @@ class PagedQueries(KVCacheManager):
     def held_pages(
         self, ctx: TextContext, replica_idx: int = 0
     ) -> AbstractContextManager[list[LeafPages]]:
-        """The committed pages that start `ctx`, per leaf; none is reallocated within the scope."""
+        """Committed pages at the start of `ctx`, per leaf; none is reallocated within the scope."""
         replica = at_replica(self._replicas, replica_idx, "held_pages")
         digests = replica.settings.identities(ctx)[1]
         hit = replica.prefixes.joint(digests)
@@ -232,11 +233,11 @@ class PagedQueries(KVCacheManager):
         *,
         stored: Iterable[Stored] = (),
     ) -> AbstractContextManager[list[LeafPages]]:
-        """Free pages for those of `digests[leaf]` that the device lacks, to be filled in the scope.
+        """Take free pages for the `digests[leaf]` that the device lacks; fill them in the scope.
 
-        At its end they are committed and free, and told of by `events`: as in `stored`, or by their
-        digests alone. After an error they are free as before. InsufficientPagesError if too few are
-        free.
+        At its end they are committed and free. `events` lists them, with parent and tokens if
+        `stored` has them, otherwise by digest only. After an error they are free and not committed.
+        InsufficientPagesError if too few pages are free.
         """
         leaves = at_replica(self._replicas, replica_idx, "adopted_pages").leaves
         return adopted_pages(leaves, self.leaf_pools(replica_idx), digests, stored)
@@ -257,7 +258,7 @@ class PagedQueries(KVCacheManager):
         return self.get_symbolic_inputs()
 
     def get_metrics_aggregated(self) -> KVCacheMetrics:
-        """Sum over all replicas, and what the tiers did."""
+        """Sum of the metrics of all replicas and of the tiers."""
         total = sum((replica.read_metrics() for replica in self._replicas), KVCacheMetrics())
         return total if self._tiers is None else total + self._tiers.read_metrics()
 

@@ -1,9 +1,9 @@
-"""A request as the cache sees it: its tokens, and how far they are processed.
+"""A request as the cache sees it: its tokens, and how many of them are processed.
 
 |--- processed_length ---|--- active_length ---|--- later chunks ---|
 [0                                                    current_length)
 
-Behind it the checks of what a caller passes to a manager; all raise RequestError.
+The module also has the checks of arguments of a manager's methods; all raise RequestError.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Batches = Sequence[Sequence["TextContext"]]
 """One batch of requests per replica."""
 
 MAX_STEPS = 1 << 16
-"""Most steps of one call; the bound that an exported program assumes too."""
+"""Most steps of one call; an exported program assumes the same bound."""
 
 T = TypeVar("T")
 
@@ -37,14 +37,14 @@ class TextContext:
 
     - `current_length`: all tokens
     - `processed_length`: tokens whose K and V are cached
-    - `active_length`: what the next step processes: all the rest, unless set lower for a chunk
+    - `active_length`: tokens of the next step: all the rest, unless set lower for a chunk
     - `cached_prefix_length`: tokens that the prefix cache gave at the last first alloc
 
     Plain slots, because the managers read them in their innermost loops. `request_id` must not
     change while the request is claimed. `cache_salt` and `adapter` keep prefixes of different
-    tenants and adapters apart. A request that `is_private` takes no cached pages, and leaves none.
-    RequestError for an argument of another type, and if `tokens` is empty, not one-dimensional, not
-    int32 or has a negative one.
+    tenants and adapters apart. A request that `is_private` takes no cached pages and commits none.
+    RequestError for an argument of another type, and if `tokens` is empty, not one-dimensional, or
+    has a value that is no non-negative int32.
     """
 
     __slots__ = (
@@ -81,8 +81,8 @@ class TextContext:
 
     @property
     def tokens(self) -> npt.NDArray[np.int32]:
-        """All tokens, `[current_length]`; a view that the next `update` may leave behind, and that
-        cannot be written to: pages are known by the tokens that they were computed of."""
+        """All tokens, `[current_length]`; a read-only view, since pages are identified by their
+        tokens. The next `update` may move the tokens to other memory."""
         return self._tokens[: self.current_length]
 
     @property
@@ -91,9 +91,9 @@ class TextContext:
         return self._tokens[self.processed_length : self.processed_length + self.active_length]
 
     def update(self, *tokens: int) -> None:
-        """After a step: the active tokens are processed, the generated `tokens` appended.
+        """Mark the active tokens as processed after a step, and append the generated `tokens`.
 
-        RequestError if the step was a chunk that ended before the last token, and generated any.
+        RequestError for generated tokens after a chunk that ended before the last token.
         """
         start = self.current_length
         end = start + len(tokens)
@@ -112,9 +112,9 @@ class TextContext:
         self.active_length = end - processed
 
     def skip_processing(self, count: int) -> None:
-        """`count` tokens are processed without a step; nothing is appended, all the rest is active.
+        """Mark `count` tokens as processed without a step; all the rest becomes active.
 
-        RequestError if `count` is no integer, negative or more than what is not processed.
+        RequestError if `count` is no integer, negative, or more than the unprocessed tokens.
         """
         if type(count) is not int:
             count = whole(f"skip_processing of {self.request_id!r}", count, RequestError)
@@ -127,15 +127,15 @@ class TextContext:
         self.active_length = rest - count
 
     def rewind(self) -> None:
-        """Nothing is processed any more: recompute from the start, after the row was released."""
+        """Mark all tokens as unprocessed, to recompute them after the row was released."""
         self.processed_length = self.cached_prefix_length = 0
         self.active_length = self.current_length
 
     def _append(self, start: int, tokens: tuple[int, ...]) -> None:
         try:
-            for place, token in enumerate(tokens, start):  # mostly one: no array of it
+            for place, token in enumerate(tokens, start):  # mostly one: an array would be slower
                 value = index(token)
-                if value < 0:  # a table of embeddings would give its last row
+                if value < 0:  # an embedding table would return its last row
                     raise ValueError(value)
                 self._memory[place] = value
         except (OverflowError, ValueError, TypeError) as error:
@@ -149,12 +149,12 @@ class TextContext:
         self._keep(grown)
 
     def _keep(self, memory: npt.NDArray[np.int32]) -> None:
-        """Views of `_tokens` are for reading alone."""
+        """Set the tokens' memory; views of `_tokens` are read-only."""
         self._memory, self._tokens = memory, memory.view()
         self._tokens.flags.writeable = False
 
     def __setstate__(self, state: tuple[None, dict[str, object]]) -> None:
-        """Of a copy, whose views are of its own memory."""
+        """Restore a copy, with views of the copy's memory."""
         for name, value in state[1].items():
             setattr(self, name, value)
         self._keep(self._memory)
@@ -200,11 +200,12 @@ def _as_int32(
         raise RequestError(
             f"tokens of {request_id!r}: expected non-negative int32 values, got {low} to {high}"
         )
-    return given.astype(np.int32)  # always a copy: the caller's array stays the caller's
+    return given.astype(np.int32)  # always a copy: the caller may change its array
 
 
 def at_replica(each: Sequence[T], replica_idx: int, call: str) -> T:
-    """`each[replica_idx]` of what there is one of per replica."""
+    """Return `each[replica_idx]`, where `each` has one element per replica; RequestError if out of
+    range."""
     if type(replica_idx) is not int:
         replica_idx = whole(f"{call}: replica_idx", replica_idx, RequestError)
     if not 0 <= replica_idx < len(each):
@@ -219,8 +220,8 @@ def at_replica(each: Sequence[T], replica_idx: int, call: str) -> T:
 def per_replica(batches: Batches | Sequence[TextContext], num_replicas: int, call: str) -> Batches:
     """One batch per replica; a flat list of requests is the batch of the only replica.
 
-    An empty list is flat too where `step` gets it. Each batch is a sequence; what is in it is for
-    the caller to look at.
+    For `step` an empty list is flat too. Each batch is checked to be a sequence; the caller checks
+    its elements.
     """
     _require_list(batches, call)
     if num_replicas == 1 and (isinstance(batches[0], TextContext) if batches else call == "step"):
@@ -255,7 +256,7 @@ def require_key(request_id: RequestID) -> None:
 
 
 def require_unclaimed(request_id: RequestID, claimed_on: int | None) -> None:
-    """`claimed_on`: the replica that the request is claimed on already, if it is."""
+    """Raise RequestError if `claimed_on`, the replica with the request, is not None."""
     if claimed_on is not None:
         raise RequestError(
             f"claim of {request_id!r}: expected a request that is not claimed, "
@@ -264,7 +265,7 @@ def require_unclaimed(request_id: RequestID, claimed_on: int | None) -> None:
 
 
 def require_steps(num_steps: int, lookahead: int = 0) -> int:
-    """Tokens beyond the active ones, of 1 to MAX_STEPS steps."""
+    """Check the arguments, and return the tokens beyond the active ones that they need."""
     if type(num_steps) is not int:
         num_steps = whole("num_steps", num_steps, RequestError)
     if type(lookahead) is not int:

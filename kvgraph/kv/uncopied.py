@@ -1,4 +1,4 @@
-"""Objects of which a copy would share one half of its state, and have another half of its own."""
+"""Base of objects that cannot be copied: a copy would share only a part of the state."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import NoReturn
 
 
 class Uncopied:
-    """TypeError where `copy`, `deepcopy` or `pickle` would make another of it."""
+    """Base class of objects for which `copy`, `deepcopy` and `pickle` raise TypeError."""
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         raise TypeError(

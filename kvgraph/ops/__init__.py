@@ -1,7 +1,7 @@
-"""The paged-cache ops: one declaration each, from which every framework's form is derived.
+"""The paged-cache ops: each has one declaration, from which every framework's form is derived.
 
-The ops by their names here, `store_kv` and all others, are the torch forms, which an author's own
-`nn.Module` calls; torch is imported when the first of them is looked up.
+The functions here, such as `store_kv`, are the torch forms, for the author of an `nn.Module`; torch
+is imported when the first of them is looked up.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from kvgraph.ops.specs import FUSIONS as FUSIONS
 from kvgraph.ops.specs import SPECS as SPECS
 
 FUNCTIONS = tuple(spec.name for spec in ALL_SPECS)
-"""The ops that an author calls."""
+"""Names of the ops that the author of a model can call."""
 
 # generated: signatures
 if TYPE_CHECKING:
@@ -173,7 +173,7 @@ if not TYPE_CHECKING:
 
     def __getattr__(name: str) -> object:
         if name in FUNCTIONS:
-            import torch  # noqa: F401  first: its import registers the ops (kvgraph/_torch.py)
+            import torch  # noqa: F401  must be first: it registers the ops (kvgraph/_torch.py)
 
             from kvgraph.ops import torch_ops
 

@@ -1,7 +1,7 @@
-"""all_reduce and all_gather: where the ranks of a tensor-parallel graph meet.
+"""all_reduce and all_gather: exchange between the ranks of a tensor-parallel graph.
 
-Each rank runs the same graph over its part of the weights. The references here are of a group of
-one rank; the sum over several takes their processes.
+Each rank runs the same graph over its part of the weights. The references here are for a group of
+one rank; several ranks need one process each.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Array = npt.NDArray[Any]
 
 
 def all_reduce(x: Array, residual: Array | None = None, *, ranks: int) -> Array:
-    """Reference of one rank: the sum with the residual, in float32, rounded at the end."""
+    """Reference for one rank: the sum with the residual, in float32, rounded at the end."""
     _require_one("all_reduce", ranks)
     if residual is None:
         return x.copy()
@@ -27,7 +27,7 @@ def all_reduce(x: Array, residual: Array | None = None, *, ranks: int) -> Array:
 
 
 def all_gather(x: Array, *, ranks: int, out_width: int) -> Array:
-    """Reference of one rank: `x` itself."""
+    """Reference for one rank: a copy of `x`."""
     _require_one("all_gather", ranks)
     return x.copy()
 

@@ -5,11 +5,11 @@ Decisions, by `benchmarks/experts.py`:
   weights are read once for all its rows, where transformers' `batched_mm` copies the weights of
   each token's experts.
 - Weights, their rounding and the sums are those of `linear` (its decisions hold here), so that a
-  row's result depends neither on the other rows nor on threads. Each expert's result is weighed and
-  summed in the order in which the router names them.
-- An index of -1 is no expert: of a model that is cut by expert, another rank has it. Its turn adds
-  nothing and costs nothing, whatever its weight is.
-- The router stays in float32, outside: a wrong expert costs more than its few weights.
+  row's result depends neither on the other rows nor on threads. The experts' results are weighted
+  and summed in the router's order.
+- An index of -1 is no expert: if the experts are divided among ranks, another rank has it. It adds
+  nothing and costs nothing, for any weight.
+- The router stays outside, in float32: a wrong expert costs more than the router's few weights.
 
 Legend: M rows, A experts of a row, E experts, K in_features, I inner_features.
 """
@@ -46,10 +46,10 @@ def experts(
     limit: float = 0.0,
     up_offset: float = 0.0,
 ) -> Array:
-    """Reference: the gated MLP of each of a row's experts, weighed and summed: `[M, K]`.
+    """Reference: the weighted sum of the gated MLPs of each row's experts: `[M, K]`.
 
-    The residual is added to the sum. An index of -1 is no expert.
-    `up` has panels of gate and up in turn; `packed.gated` says what joins them.
+    The residual is added to the sum. An index of -1 is no expert. The panels of `up` alternate gate
+    and up; `packed.gated` joins them.
     """
     up_rest: Rest = (up_scales, up_group_bytes, up_bias)
     down_rest: Rest = (down_scales, down_group_bytes, down_bias)
@@ -69,7 +69,7 @@ def experts(
 
 
 Rest = tuple[Array | None, Array | None, Array | None]
-"""Scales, bytes of groups and biases of all experts."""
+"""Scales, bytes of groups, and biases, each of all experts or None."""
 
 
 def _of(expert: int, rest: Rest) -> Rest:

@@ -1,10 +1,10 @@
-"""fused_experts: a mixture of experts on a GPU, from routed rows to their weighed sum.
+"""fused_experts: a mixture of experts on a GPU, from routed rows to their weighted sum.
 
 Decisions:
-- The weight of gate and up has their rows in turn: one product has both of an inner column, and
-  joins them before it writes anything.
+- The rows of the first weight alternate gate and up: one product computes both for an inner column,
+  and joins them before it writes the result.
 - Results are rounded to the activations' dtype where the model rounds them, after the gate and
-  after the second layer. The sum is in float32, in the order in which the router names the experts.
+  after the second layer. The sum is in float32, in the router's order of the experts.
 - An index of -1 is no expert, as for `experts`.
 
 Legend: M rows, A experts of a row, K in_features, I inner_features.
@@ -40,7 +40,7 @@ def fused_experts(
     limit: float = 0.0,
     up_offset: float = 0.0,
 ) -> Array:
-    """Reference: the gated MLP of each of a row's experts, weighed and summed: `[M, K]`."""
+    """Reference: the weighted sum of the gated MLPs of each row's experts: `[M, K]`."""
     kind, form = x_MK.dtype, (bits, group, codes)
     up_rest: Rest = (up_scales, up_group_bytes, up_bias)
     down_rest: Rest = (down_scales, down_group_bytes, down_bias)
@@ -60,7 +60,7 @@ def fused_experts(
 
 
 Rest = tuple[Array | None, Array | None, Array | None]
-"""Scales, bytes of groups and biases of all experts."""
+"""Scales, bytes of groups, and biases, each of all experts or None."""
 
 
 def _of(expert: int, rest: Rest) -> Rest:

@@ -1,19 +1,20 @@
 """linear: a linear layer over weights packed for the CPU, in float32, bfloat16, int8 or int4.
 
 Decisions, by `benchmarks/linear.py`, which compares the kernels of ONNX Runtime and torch:
-- One op of ours for all, since none of theirs is near the limits at every height: ONNX Runtime has
-  no bfloat16 product on CPUs and torch's reads under half of what memory gives at one row; ONNX
-  Runtime's int4 is fast at one row and a third of the int8 rate at many; its int8 has one
-  activation scale for all rows of a step, so that a request's tokens depend on its batch.
-- int8 is W8A8: symmetric, one weight scale for an output column and one activation scale for a
-  row, found as it comes (no calibration). The sums are exact in int32, so that a row's result
-  depends neither on the other rows nor on threads.
-- int4 stores a multiplier 1 to 16 with each group of 32 inputs, under one float scale for a column
-  (two-level scales, as QServe, arXiv 2405.04532, has them): nibble times multiplier is an exact
-  int8, so one kernel serves rows by the hundred, and 4.125 bits a weight are read at one row.
-- Groups of 4 bits are what checkpoints store (AWQ, GPTQ, compressed-tensors, MXFP4): a nibble is an
-  index into 16 numbers that bfloat16 holds exactly, so that nothing is rounded but x, to bfloat16.
-  A group's sum is scaled when it is complete; the order is one for any number of rows.
+- One kvgraph op for all precisions, since no op of theirs is near the hardware's limits for every
+  number of rows. ONNX Runtime has no bfloat16 product on CPUs, and torch's reads at under half of
+  the memory bandwidth at one row. ONNX Runtime's int4 is fast at one row and has a third of the
+  int8 rate at many. Its int8 has one activation scale for all rows of a step, so that a request's
+  tokens depend on its batch.
+- int8 is W8A8: symmetric, with one weight scale per output column and one activation scale per row,
+  computed at run time (no calibration). The sums are exact in int32, so that a row's result depends
+  neither on the other rows nor on threads.
+- int4 stores a multiplier 1 to 16 with each group of 32 inputs, and one float scale per column
+  (two-level scales, as in QServe, arXiv 2405.04532). Nibble times multiplier is an exact int8, so
+  one kernel serves hundreds of rows, and reads 4.125 bits per weight at one row.
+- Groups of 4 bits are stored by checkpoints (AWQ, GPTQ, compressed-tensors, MXFP4). A nibble is an
+  index into 16 numbers that bfloat16 holds exactly, so that only x is rounded, to bfloat16. A
+  group's sum is scaled when it is complete; the order is the same for any number of rows.
 """
 
 from __future__ import annotations
@@ -45,8 +46,8 @@ def linear(
 ) -> Any:
     """Reference: x times each section of the weight, plus bias, SwiGLU or the residual.
 
-    Sections (q, k and v of one layer, say) start at panels of their own. Under `silu_mul` panels
-    alternate gate and up, and the output is `silu(gate) * up`.
+    Each section (q, k and v of one layer, for example) starts at a new panel. With `silu_mul`
+    panels alternate gate and up, and the output is `silu(gate) * up`.
     """
     y_MN = packed.product(x_MK, weight, scales, group_bytes, bias, bits, group, codes)
     if silu_mul:

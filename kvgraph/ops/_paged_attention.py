@@ -1,10 +1,11 @@
 """paged_attention: attention of ragged rows over the pages that their lookup rows name.
 
-Decision: a pool's dtype is the precision of its products. Over float32 and float16 pools they are
-in float32; over a pool of fewer bits a backend may round queries and softmax weights to bfloat16,
-which loses what the cache lost already. CPU kernels do so where the processor multiplies bfloat16,
-except that few query rows over an int8 pool are rounded to 16-bit integers, a scale for each row:
-there bfloat16 would cost conversions of every key. Sums are in float32, those of integers exact.
+Decision: the pool's dtype decides the precision of the products. Over float32 and float16 pools
+they are in float32. Over a pool of fewer bits a backend may round queries and softmax weights to
+bfloat16: the cache has lost that precision already. CPU kernels do so if the processor multiplies
+bfloat16, with one exception: few query rows over an int8 pool are rounded to 16-bit integers with
+one scale per row, since bfloat16 would need a conversion of every key. Sums are in float32; sums of
+integers are exact.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ def gather_row(
     length: int,
     width: int,
 ) -> Array:
-    """float32 `[length, K, width]`: the first `length` tokens of one row, K (0) or V (1)."""
+    """K (`kind` 0) or V (1) of a row's first `length` tokens, float32 `[length, K, width]`."""
     pages_PSKD = kv_blocks[page_ids, kind, layer].astype(np.float32)
     if kv_scales is not None:
         group = kv_blocks.shape[-1] // kv_scales.shape[-1]
@@ -39,9 +40,9 @@ def gather_row(
 def visible(
     queries: int, keys: int, *, causal: bool, window: int, chunked: bool = False
 ) -> npt.NDArray[np.bool_]:
-    """`[queries, keys]`: query t sits at position `keys - queries + t`; j is visible to i iff
-    `j <= i` (causal) and `i - window < j` (window > 0). A chunked window begins at a multiple of
-    its length: `i - i % window <= j`."""
+    """Mask `[queries, keys]`. Query t is at position `keys - queries + t`; key j is visible to
+    position i iff `j <= i` (causal) and `i - window < j` (window > 0). A chunked window begins at a
+    multiple of its length: `i - i % window <= j`."""
     i = np.arange(keys - queries, keys)[:, None]
     j = np.arange(keys)[None, :]
     mask = (j <= i) if causal else np.ones((queries, keys), bool)
@@ -68,7 +69,7 @@ def paged_attention(
     v_head_dim: int = 0,
     chunked: int = 0,
 ) -> Array:
-    """Reference, in float32; masked keys are selected away before any arithmetic on V."""
+    """Reference, in float32; masked K and V are replaced by zeros before any arithmetic."""
     page_size, kv_heads, head_dim = kv_blocks.shape[3:]
     v_dim = v_head_dim or head_dim
     out_TNE = np.zeros((*q_TND.shape[:2], v_dim), np.float32)
@@ -95,7 +96,7 @@ def paged_attention(
 
 
 def _softmax(scores_KGTS: Array, sinks_N: Array | None) -> Array:
-    """Over the last axis; a sink is one more logit per query head that carries no value."""
+    """Softmax over the last axis; a sink is one more logit per query head, without a value."""
     top = scores_KGTS.max(-1, keepdims=True)
     if sinks_N is None:
         weights = np.exp(scores_KGTS - top)

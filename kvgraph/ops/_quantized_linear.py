@@ -1,8 +1,8 @@
 """quantized_linear: a linear layer on a GPU over weights in fewer bits.
 
-Decisions: activations keep their dtype, unless the weight's checkpoint was made for rounded ones
-(`x_bits`): then each row has a scale of its own, so that a result depends on no other row. Up to
-three layers of one input are one product, and so are gate and up, whose rows lie in turn.
+Decisions: activations keep their dtype, unless the checkpoint was made for quantized activations
+(`x_bits`): then each row has its own scale, so that a result depends on no other row. Up to three
+layers of one input are one product, and so are gate and up, whose rows alternate.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ def quantized_linear(
 ) -> tuple[Array, ...]:
     """Reference: x times each section of the weight, plus bias, rounded to x's dtype.
 
-    Under `silu_mul` the weight has rows of gate and up in turn, and the output is
-    `silu(gate) * up`, rounded once. Under `x_bits` each row of x is rounded to numbers of the
-    weight's kind first, under one scale.
+    With `silu_mul` the rows of the weight alternate gate and up, and the output is
+    `silu(gate) * up`, rounded once. With `x_bits` each row of x is first rounded to numbers of the
+    weight's kind, with one scale.
     """
     rows = x.reshape(-1, x.shape[-1])
     if x_bits:

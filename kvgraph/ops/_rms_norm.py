@@ -21,9 +21,9 @@ def rms_norm(
     weight_offset: float = 0.0,
     round_first: bool = False,
 ) -> Array:
-    """Reference, in float32, rounded at the end; with `round_first` before the weight too.
+    """Reference, in float32, rounded at the end; with `round_first` also before the weight.
 
-    With `residual`: it becomes `residual + x`, and that is normalised.
+    `residual`: it becomes `residual + x` in place, and the sum is normalised.
     """
     if residual is not None:
         residual[...] = residual.astype(np.float32) + x.astype(np.float32)

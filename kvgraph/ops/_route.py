@@ -1,12 +1,11 @@
-"""route: which experts a row takes, and what each weighs, from the router's scores.
+"""route: the experts of each row and their weights, from the router's scores.
 
 Decisions:
-- One op for what models write in 6 to 24 operators, as small tensors cost an operator's call, or a
-  kernel's launch, each. They took a tenth of a step at batch 1 of a Qwen3-MoE shape in int4 on a
-  CPU.
-- The product before it stays the model's own: a wrong expert costs more than its few weights.
-- Of equal scores the first expert is taken, which torch leaves open; a NaN counts as the least. A
-  row's result depends on its own scores alone.
+- One op replaces 6 to 24 operators of a model: on small tensors each operator costs a call, or a
+  kernel launch. They took a tenth of a step at batch 1 of a Qwen3-MoE shape in int4 on a CPU.
+- The product before it stays as in the model: a wrong expert costs more than its few weights.
+- If scores are equal, the first expert is taken, which torch does not define; a NaN counts as the
+  least score. A row's result depends only on its own scores.
 
 Legend: M rows, E experts, A experts of a row, G groups of experts.
 """
@@ -19,7 +18,8 @@ from kvgraph.contract.dims import Array
 from kvgraph.ops import spec
 
 SOFTMAX, SIGMOID, SOFTMAX_OF_CHOSEN = 0, 1, 2
-"""What makes weights of logits: over all experts, of each alone, or over those that are chosen."""
+"""Functions from logits to weights: softmax over all experts, sigmoid of each expert, or softmax
+over the chosen experts."""
 SCORES = (SOFTMAX, SIGMOID, SOFTMAX_OF_CHOSEN)
 MOST_EXPERTS = 4096
 
@@ -40,9 +40,9 @@ def route(
 ) -> tuple[Array, Array]:
     """Reference: the `num_active` best experts of each row, best first, and their weights.
 
-    `bias` counts for the choice alone. Experts are chosen from the `active_groups` of `num_groups`
-    whose `group_best` best experts have the largest sum (DeepSeek-V3, arXiv 2412.19437; its
-    forerunner takes the best one). `normalize` divides weights by
+    `bias`: added to the scores for the choice only. Experts are chosen from the `active_groups` of
+    `num_groups` groups with the largest sum of their `group_best` best experts (DeepSeek-V3, arXiv
+    2412.19437; DeepSeek-V2 takes the best expert). `normalize`: divide weights by
     `max(their sum + epsilon, least_total)`.
     """
     with np.errstate(invalid="ignore"):  # NaN, and rows of -infinity
@@ -82,12 +82,12 @@ def _numbers(x: Array) -> Array:
 
 
 def _best(key_ME: Array, count: int) -> Array:
-    """Of equal ones, the first."""
+    """Indices of the `count` largest keys of each row; of equal keys the first."""
     return np.argsort(-key_ME, axis=1, kind="stable")[:, :count]
 
 
 def _in_groups(key_ME: Array, num_groups: int, active_groups: int, group_best: int) -> Array:
-    """The keys of experts in a row's best groups; -infinity elsewhere."""
+    """`key_ME` with -infinity for experts outside a row's best groups."""
     rows, experts = key_ME.shape
     key_MGE = key_ME.reshape(rows, num_groups, experts // num_groups)
     best_MG = _numbers(-np.sort(-key_MGE, axis=2)[:, :, :group_best].sum(2, dtype=np.float32))

@@ -14,7 +14,7 @@ def token_slots(
 ) -> tuple[Array, Array]:
     """Page id and offset in the page of every new token: two `[total_seq_len]` arrays.
 
-    New token t of row b sits at position `cache_lengths[b] + t`.
+    New token t of row b is at position `cache_lengths[b] + t`.
     """
     counts = np.diff(input_row_offsets)
     rows = np.repeat(np.arange(len(counts)), counts)
@@ -49,7 +49,7 @@ def store_kv(
     *,
     layer: int,
 ) -> tuple[()]:
-    """Reference. Slots that no new token owns are not touched."""
+    """Reference; only the slots of new tokens are written."""
     pages, offsets = token_slots(
         input_row_offsets, cache_lengths, lookup_table, page_size=kv_blocks.shape[3]
     )

@@ -60,7 +60,7 @@ def update_and_attend(
     chunked: int = 0,
     rope_style: int = ROPE_HALVES,
 ) -> Array:
-    """Reference. Without k and v nothing is stored: a layer that reads another layer's cache."""
+    """Reference. Without k and v nothing is stored: the layer reads another layer's cache."""
     if cos_sin is not None:
         counts = np.diff(input_row_offsets)
         rows = np.repeat(np.arange(len(counts)), counts)

@@ -1,7 +1,7 @@
-"""What shapes, dtypes and attributes show of a call, checked against its OpSpec before it runs.
+"""Checks of a call's shapes, dtypes and attributes against its OpSpec before it runs.
 
-The native kernels check the same at every call, in the same sentences (plugins/cpu/check.cpp), so
-that a mistake reads alike where a model is traced and where it runs.
+The native kernels make the same checks at every call, with the same messages
+(plugins/cpu/check.cpp), so that an error reads the same in tracing and at run time.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ if TYPE_CHECKING:
     import torch
 
 Extent: TypeAlias = "int | torch.SymInt"
-"""An int, or what a framework has for an int that is not known yet."""
+"""An int, or a framework's symbol for an int that is not known yet."""
 
 Described = tuple[str, tuple[Extent, ...]] | None
-"""(dtype name, shape); None: left out."""
+"""(dtype name, shape) of an operand; None if it is left out."""
 
 Differ = Callable[[Extent, Extent], bool]
 
@@ -32,10 +32,10 @@ def check(
     *,
     differ: Differ = operator.ne,
 ) -> None:
-    """KernelError at the first of `operands` (inputs, then outputs) or `attributes` that is wrong.
+    """Raise KernelError for the first wrong operand (inputs, then outputs) or attribute.
 
-    `attributes` are all that the op has. `differ` says whether two extents are known to differ:
-    what is not known is left to the kernels.
+    `attributes`: all attributes of the op. `differ`: whether two extents are known to differ;
+    extents that are not known are checked by the kernels.
     """
     call = _Call(spec, differ)
     for operand, given in zip(spec.inputs + spec.outputs, operands, strict=True):
@@ -44,7 +44,7 @@ def check(
 
 
 class _Call:
-    """One walk over an op's operands: each dim and type variable, and the operand that set it."""
+    """State of one check: each dim and type variable, with the operand that set it."""
 
     def __init__(self, spec: OpSpec, differ: Differ) -> None:
         self._spec = spec
@@ -94,7 +94,7 @@ class _Call:
 
     def require_rules(self, attributes: Mapping[str, float]) -> None:
         static = {name: extent for name, (_, extent) in self._dims.items() if type(extent) is int}
-        # An attribute of a dim's name is its extent, where it is not 0.
+        # An attribute with the name of a dim is the dim's extent, unless it is 0.
         values = (
             self._dtypes | static | {n: a for n, a in attributes.items() if a or n not in static}
         )

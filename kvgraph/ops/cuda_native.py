@@ -1,8 +1,8 @@
 """The CUDA launcher, called through its C ABI (`plugins/include/kvgraph/launch.h`).
 
-Cubins in, kernel launches out, on addresses and streams of any framework; needs no CUDA toolkit.
-Nothing looks for the driver before the first method that needs it. The GIL is released while the
-driver works, and all of it may be called from several threads at once.
+It loads cubins and launches kernels, on addresses and streams of any framework, without a CUDA
+toolkit. The driver is looked for by the first method that needs it. The GIL is released while the
+driver works, and several threads may call everything here at once.
 """
 
 from __future__ import annotations
@@ -19,23 +19,23 @@ from kvgraph.errors import DeviceError, KernelError
 from kvgraph.ops.native import INSTALL, MESSAGE_BYTES, library_path
 
 LAUNCH_ABI_VERSION = 2
-"""Of launch.h."""
+"""Version of the C ABI in launch.h."""
 
 # Structs of launch.h. An argument is a kind, the alignment of a pointer, and 8 bytes of value.
 DEVICE = struct.Struct("IIiiiii")
 IMAGE = struct.Struct("IIPQPPii")
 LAUNCH = struct.Struct("IIQPPI3I3IIIP")
 ARGUMENTS_AT, GRID, STREAM, FIRST_VALUE = 4, slice(6, 9), 14, 17
-"""Where a Kernel's values hold what a launch fills in; argument i is at FIRST_VALUE + 3i."""
+"""Places in a Kernel's values that a launch fills in; argument i is at FIRST_VALUE + 3i."""
 
 KINDS = {"*": (1, "Q"), "i32": (2, "i4x"), "i64": (3, "q"), "fp32": (4, "f4x")}
-"""(number, layout) by Triton's name of a parameter's type; "*" is any pointer."""
+"""(number, struct layout) by Triton's name of a parameter's type; "*" is any pointer."""
 
 REFUSED = 1
 
 
 class DeviceProperties(NamedTuple):
-    """What launches of a device depend on; `shared_bytes` is what one block may ask for."""
+    """Properties of a device that launches need. `shared_bytes`: most shared memory of a block."""
 
     capability: tuple[int, int]
     multiprocessors: int
@@ -43,7 +43,7 @@ class DeviceProperties(NamedTuple):
 
 
 class Module(NamedTuple):
-    """A cubin in a context; one per image and context of the process, for good."""
+    """A loaded cubin: one per image and context, until the process ends."""
 
     handle: int
     arch: str
@@ -51,26 +51,26 @@ class Module(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Kernel:
-    """A function of a module with all that its launches share, packed as launch.h has it."""
+    """A function of a module, with the values that all its launches share, as in launch.h."""
 
     name: str
     parameters: tuple[str, ...]
     values: list[int]
     packing: struct.Struct
     memory: type[ctypes.Array[ctypes.c_char]]
-    """Of one launch, and of the sentence that comes back: each launch has its own."""
+    """Type of the memory of one launch and its error message; each launch allocates its own."""
     name_bytes: ctypes.Array[ctypes.c_char]
 
 
 @cache
 def launcher() -> Launcher:
-    """The launcher of this process. KernelError where the library is missing."""
+    """The launcher of this process. KernelError if the library is missing."""
     return Launcher()
 
 
 class Launcher:
-    """The library. Its sentence is raised as DeviceError where this machine cannot (no driver, an
-    old one, another architecture, an error of the driver), else as KernelError."""
+    """The launcher's library. It raises DeviceError if this machine cannot run the code (no driver,
+    an old driver, another architecture, a driver error), otherwise KernelError."""
 
     def __init__(self, path: Path | None = None, abi_version: int = LAUNCH_ABI_VERSION) -> None:
         path = path or library_path("cuda")
@@ -86,13 +86,13 @@ class Launcher:
         self._launch.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
 
     def driver_version(self) -> tuple[int, int]:
-        """The newest CUDA that the driver knows: (13, 0)."""
+        """The newest CUDA version that the driver supports, such as (13, 0)."""
         version = ctypes.c_int32()
         self._call("driver_version", ctypes.byref(version))
         return version.value // 1000, version.value % 1000 // 10
 
     def device_count(self) -> int:
-        """0 where there is a driver and no device."""
+        """Number of devices; 0 if there is a driver but no device."""
         count = ctypes.c_int32()
         self._call("device_count", ctypes.byref(count))
         return count.value
@@ -106,11 +106,11 @@ class Launcher:
         return DeviceProperties((major, minor), multiprocessors, shared)
 
     def compute_capability(self, ordinal: int = 0) -> tuple[int, int]:
-        """(9, 0) of an H100."""
+        """Compute capability of a device, such as (9, 0) for an H100."""
         return self.device(ordinal).capability
 
     def check_arch(self, arch: str, ordinal: int = 0) -> None:
-        """DeviceError if code for `arch` ("sm_90", or "sm_90a" for 9.0 alone) cannot run."""
+        """Raise DeviceError if code for `arch` ("sm_90", or "sm_90a" for 9.0 only) cannot run."""
         self._call("check_arch", arch.encode(), ctypes.c_int32(ordinal))
 
     def load(
@@ -124,8 +124,9 @@ class Launcher:
     ) -> Module:
         """Load a cubin compiled for `arch` into the thread's context, or the device's primary one.
 
-        `sha256` (hexadecimal) is what the image must hash to. `min_driver` is the CUDA of the ptxas
-        that made it, where `arch` alone does not need a newer one. The same image is loaded once.
+        `sha256`: hash that the image must have, in hexadecimal. `min_driver`: CUDA version of the
+        ptxas that made the image, if `arch` does not need a newer one. The same image is loaded
+        only once.
         """
         digest = ctypes.create_string_buffer(_digest(sha256), 32) if sha256 else None
         name = ctypes.create_string_buffer(arch.encode())
@@ -153,9 +154,9 @@ class Launcher:
         shared_bytes: int = 0,
         cluster: tuple[int, int, int] = (1, 1, 1),
     ) -> Kernel:
-        """Find a function and allow its shared memory: launches then do nothing but launch.
+        """Find a function and allow its shared memory, so that a launch needs no other call.
 
-        `parameters` are Triton's types ("*bf16", "i32", "i64", "fp32"), without the two trailing
+        `parameters`: Triton's types ("*bf16", "i32", "i64", "fp32"), without the two trailing
         scratch pointers; "*bf16:16" is an address that must be a multiple of 16.
         """
         kinds = [_kind(name, index, type_) for index, type_ in enumerate(parameters)]
@@ -179,9 +180,9 @@ class Launcher:
         arguments: Sequence[float],
         stream: int = 0,
     ) -> None:
-        """Enqueue on `stream` (a CUstream's address): `grid` in blocks, of one to three dims.
+        """Enqueue a launch on `stream` (a CUstream's address). `grid`: blocks, in 1 to 3 dims.
 
-        Pointers are given as addresses. An error made while the kernel runs shows in a later call.
+        Pointers are passed as addresses. An error while the kernel runs is raised by a later call.
         """
         if len(arguments) != len(kernel.parameters):
             raise KernelError(
@@ -233,7 +234,7 @@ def _kind(kernel: str, index: int, type_: str) -> tuple[int, int, str]:
 def _misfit(
     kernel: Kernel, grid: Sequence[int], arguments: Sequence[float], error: struct.error
 ) -> KernelError:
-    """Which argument does not fit its type."""
+    """The KernelError that names the argument with a value outside its type."""
     for index, (type_, value) in enumerate(zip(kernel.parameters, arguments, strict=True)):
         try:
             struct.pack(_kind(kernel.name, index, type_)[2], value)
@@ -253,5 +254,5 @@ def _digest(text: str) -> bytes:
 
 
 def _address(data: bytes) -> int:
-    """Of the bytes themselves, which the caller keeps alive."""
+    """Address of the bytes, which the caller must keep alive."""
     return ctypes.cast(ctypes.c_char_p(data), ctypes.c_void_p).value or 0

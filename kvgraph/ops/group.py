@@ -1,8 +1,10 @@
-"""Ranks, as the native collectives know them (`plugins/include/kvgraph/abi.h`): of one machine in
-its memory, of several by a library that gathers their pieces.
+"""Groups of ranks for the native collectives (`plugins/include/kvgraph/abi.h`).
 
-Each adapter's library has kernels of its own, and so a thread's group of its own: a rank enters its
-group in all that are loaded.
+Ranks of one machine exchange data in its memory, ranks of several machines by a library that
+gathers their pieces.
+
+Each adapter's library has its own kernels, and so its own group per thread: a rank enters its group
+in all of these libraries.
 """
 
 from __future__ import annotations
@@ -26,26 +28,27 @@ FAULTS = {
     3: "got its failure; its own message says why",
     4: "got a failure of what carries it between the machines",
 }
-"""By kvg_group_fault."""
+"""Text of an error by its kvg_group_fault."""
 
 FAILED, DONE, WAITS = range(3)
-"""kvg_gathered."""
+"""Values of kvg_gathered."""
 
 SLICE_SECONDS = 0.1
-"""Between two looks at why other ranks do not come."""
+"""Seconds between two checks whether other ranks have failed."""
 
 
 class Gather(Protocol):
-    """What carries pieces between machines."""
+    """Transport of pieces between machines."""
 
     def start(self, parts: Sequence[Array]) -> None:
-        """Get each rank's piece, bytes, into its place of `parts`; this rank's is there."""
+        """Start to gather each rank's piece, as bytes, into `parts[rank]`; this rank's piece is
+        there already."""
 
     def wait(self, seconds: float) -> bool:
-        """Whether all have come, after so many seconds at most."""
+        """Wait for at most `seconds`; whether all pieces have arrived."""
 
     def close(self) -> None:
-        """No more pieces come."""
+        """End the transport."""
 
 
 _CALLBACK = ctypes.CFUNCTYPE(
@@ -56,13 +59,13 @@ _CALLBACK = ctypes.CFUNCTYPE(
     ctypes.c_uint64,
     ctypes.c_int32,
 )
-"""kvg_gather."""
+"""C type of kvg_gather."""
 
 _entered = threading.local()
 
 
 class _Group(ctypes.Structure):
-    """kvg_group of abi.h."""
+    """The struct kvg_group of abi.h."""
 
     _fields_: ClassVar = [
         ("memory", ctypes.c_void_p),
@@ -79,10 +82,10 @@ class _Group(ctypes.Structure):
 
 
 class Group:
-    """One rank of `size` that share `memory` (`shared_bytes(size)` bytes, zeroed).
+    """One rank of a group of `size` ranks that share `memory` (`shared_bytes(size)` zeroed bytes).
 
     `exits`: for each rank a descriptor that is readable once its process has ended, or -1; the
-    group closes them. With `gather` the memory is this rank's own, and `exits` are connections to
+    group closes them. With `gather` only this rank uses the memory, and `exits` are connections to
     the other ranks.
     """
 
@@ -110,33 +113,33 @@ class Group:
         self._address = ctypes.addressof(self._group)
 
     def enter(self) -> None:
-        """The calling thread runs this rank's graph from now on."""
+        """Let the calling thread run this rank's graph from now on."""
         for dll in _libraries():
             dll.kvg_cpu_enter_group(self._address)
         _entered.group = self  # lives as long as the thread may use it
 
     def abort(self) -> None:
-        """Collectives of all ranks fail from now on, and name this one."""
+        """Make the collectives of all ranks fail from now on; their error names this rank."""
         _libraries()[0].kvg_cpu_abort_group(self._address)
 
     def close(self) -> None:
-        """What carries pieces between machines ends. Idempotent."""
+        """End the transport between machines, if there is one. Idempotent."""
         if self._gather is not None:
             self._gather.close()
 
     def exit(self, rank: int) -> int:
-        """The descriptor that is readable once the rank's process has ended; -1: it has none."""
+        """The descriptor that is readable once the rank's process has ended; -1 if it has none."""
         return int(self._exits[rank])
 
     def ended(self) -> list[int]:
-        """Ranks whose process has ended, of those with a descriptor."""
+        """Ranks with a descriptor whose process has ended."""
         return [rank for rank, exit in enumerate(self._exits) if exit >= 0 and is_readable(exit)]
 
     def require_whole(self) -> None:
-        """RankError where a rank has failed, ended, or kept the others waiting; or the interrupt
-        that ended a collective of this one."""
+        """Raise RankError if a rank has failed, ended or timed out. Raise the interrupt that ended
+        a collective of this rank, if there was one."""
         if self._error is not None and not isinstance(self._error, Exception):
-            error, self._error = self._error, None  # an interrupt comes once
+            error, self._error = self._error, None  # raise an interrupt only once
             raise error
         broken = int(_libraries()[0].kvg_cpu_group_broken(self._address))
         if broken:
@@ -152,7 +155,7 @@ class Group:
     def _gathered(
         self, context: int | None, parts: int, stride: int, nbytes: int, is_first: int
     ) -> int:
-        """Called within collectives; what it raises would be lost there, an interrupt too."""
+        """Callback of collectives. It must not raise: C would lose the error, or an interrupt."""
         try:
             assert self._gather is not None
             if is_first:
@@ -166,35 +169,35 @@ class Group:
 
     @property
     def calls(self) -> int:
-        """Pieces of collectives so far."""
+        """Number of pieces of collectives so far."""
         return int(self._group.calls)
 
     @property
     def waited_seconds(self) -> float:
-        """Spent in collectives, waiting for other ranks."""
+        """Seconds that collectives have waited for other ranks."""
         return float(self._group.waited_ns) / 1e9
 
     @property
     def moved_bytes(self) -> int:
-        """Of this rank's operands of collectives."""
+        """Bytes of this rank's operands of collectives so far."""
         return int(self._group.moved_bytes)
 
 
 def entered() -> Group | None:
-    """The group that the calling thread entered last."""
+    """The group that the calling thread entered last, if any."""
     group: Group | None = getattr(_entered, "group", None)
     return group
 
 
 def gone(rank: int) -> RankError:
-    """Of one whose process was found to have ended, outside of a collective."""
+    """The RankError for a rank whose process has ended, found outside of a collective."""
     return RankError(
         f"rank {rank}: expected it to take part, got the end of its process; start all ranks again"
     )
 
 
 def is_readable(descriptor: int) -> bool:
-    """At once: a message, or the end of what it stands for."""
+    """Whether a descriptor can be read now: it has a message, or its other end was closed."""
     ready = select.poll()
     ready.register(descriptor, select.POLLIN)
     return bool(ready.poll(0))
@@ -206,7 +209,7 @@ def _close(descriptors: Sequence[int]) -> None:
 
 
 def shared_bytes(size: int) -> int:
-    """Of the memory that `size` ranks meet in."""
+    """Bytes of the memory that `size` ranks share."""
     return int(_libraries()[0].kvg_cpu_group_bytes(size))
 
 

@@ -16,7 +16,7 @@ from kvgraph.ops.spec import OPSET_DOMAIN, OPSET_VERSION, Operand, OpSpec
 from kvgraph.ops.specs import ALL_SPECS, SPECS
 
 ABI_VERSION = 4
-"""Of the C entry points of ops; raised when kvg_call or the operands of an op change."""
+"""ABI version of the ops' C entry points; raised when kvg_call or the operands of an op change."""
 
 DTYPE_CODES = {dtype.name: dtype.code for dtype in ALL if dtype.code}
 
@@ -58,7 +58,7 @@ typedef struct kvg_op {
 
 
 def header() -> str:
-    """The whole file."""
+    """Text of contract.h."""
     dims = list(
         dict.fromkeys(_symbol(d) for op in ALL_SPECS for o in _operands(op) for d in o.dims)
     )
@@ -137,7 +137,7 @@ def _op_tables(op: OpSpec, symbols: list[str]) -> Iterator[str]:
 
 
 def _enum(tag: str, names: Iterable[str]) -> str:
-    """Names by their places, from 0 on."""
+    """A C enum of `tag`_NAME constants, numbered from 0."""
     codes = ", ".join(f"{tag}_{name.upper()}" for name in names)
     return f"enum {{\n{textwrap.indent(textwrap.fill(codes, 98), '  ')}\n}};\n"
 

@@ -1,10 +1,10 @@
-"""Names that a step's launches have in Python and in C: `header` writes them into contract.h.
+"""Names of a step's launches in Python and in C: `header` writes them into contract.h.
 
-Their order is part of the records of `launch.h`: a change of it is a new `KVG_KERNELS_VERSION`.
+Their order is part of the records of `launch.h`: a new order needs a new `KVG_KERNELS_VERSION`.
 """
 
 ROLES = ("store", "prefill", "decode", "decode_split", "merge")
-"""What the kernels of an attention are launched for."""
+"""Roles of the kernels of an attention."""
 
 VALUES = (
     "batch_size",
@@ -17,7 +17,7 @@ VALUES = (
     "num_parts",
     "tokens_per_row",
 )
-"""Integers that a launch passes by value: parameters of kernels."""
+"""Kernel parameters: integers that a launch passes by value."""
 
 SCRATCH = ("partial_out", "partial_state")
-"""float32 memory that the launches of a step share: parameters of kernels."""
+"""Kernel parameters: float32 memory that the launches of a step share."""

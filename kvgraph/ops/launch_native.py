@@ -1,6 +1,6 @@
-"""Plans of launches, asked of the native library through `plugins/include/kvgraph/launch.h`.
+"""Plans of launches, from the native library through `plugins/include/kvgraph/launch.h`.
 
-The rules are C++ (`plugins/launch/plan.cpp`), the same for every host. Needs no GPU and no driver.
+The rules are C++ (`plugins/launch/plan.cpp`), the same for every host. No GPU or driver is needed.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from kvgraph.ops.launch_names import ROLES, SCRATCH, VALUES
 from kvgraph.ops.native import INSTALL, MESSAGE, MESSAGE_BYTES
 
 KERNELS_VERSION = 3
-"""Of the record that a graph's node has as `kernels`."""
+"""Version of the record in the attribute `kernels` of a graph's node."""
 
 MAX_PLANNED, MAX_PARAMETERS = 4, 24
 OPERAND, SCRATCH_MEMORY, VALUE = 1, 2, 3
@@ -22,7 +22,7 @@ OPERAND, SCRATCH_MEMORY, VALUE = 1, 2, 3
 
 
 class Constants(ctypes.Structure):
-    """What kernels were compiled for; dims that an op does not have are 0."""
+    """Constants that kernels were compiled for; dims that an op does not have are 0."""
 
     _fields_ = (
         ("scale", c_double),
@@ -45,7 +45,7 @@ class Constants(ctypes.Structure):
 
 
 class Tiling(ctypes.Structure):
-    """How the kernels of an architecture split a step."""
+    """Sizes by which the kernels of an architecture split a step."""
 
     _fields_ = (
         ("store_tokens", c_int32),
@@ -58,7 +58,7 @@ class Tiling(ctypes.Structure):
 
 
 class StepSizes(ctypes.Structure):
-    """What the host knows of a step."""
+    """Sizes of a step that the host knows."""
 
     _fields_ = (
         ("batch_size", c_int64),
@@ -71,13 +71,13 @@ class StepSizes(ctypes.Structure):
 
 
 class Planned(ctypes.Structure):
-    """One launch: an index of ROLES, a grid, and integers by their index of VALUES."""
+    """One launch: an index into ROLES, a grid, and the integers of VALUES."""
 
     _fields_ = (("role", c_int64), ("grid", c_int64 * 2), ("values", c_int64 * len(VALUES)))
 
 
 class StepPlan(ctypes.Structure):
-    """A question, and its answer from `num_launches` on."""
+    """Input and output of a plan; the output begins at `num_launches`."""
 
     _fields_ = (
         ("abi_version", c_uint32),
@@ -100,7 +100,7 @@ class KernelParameter(ctypes.Structure):
 
 
 class KernelRecord(ctypes.Structure):
-    """A compiled kernel; no function: there is none of its role."""
+    """A compiled kernel; `function` is empty if its role has no kernel."""
 
     _fields_ = (
         ("function", c_char * 64),
@@ -117,7 +117,7 @@ class ArchRecord(ctypes.Structure):
 
 
 class KernelsHeader(ctypes.Structure):
-    """The start of a record; an ArchRecord for each architecture follows."""
+    """Header of a record; one ArchRecord per architecture follows."""
 
     _fields_ = (
         ("version", c_uint32),
@@ -129,12 +129,12 @@ class KernelsHeader(ctypes.Structure):
 
 
 def plan_step(plan: StepPlan) -> None:
-    """Fill in the launches and the scratch memory. KernelError for sizes that no step has."""
+    """Fill in the launches and the scratch memory. KernelError for impossible sizes."""
     _fill(plan, "plan")
 
 
 def bound_scratch(plan: StepPlan) -> None:
-    """Fill in `scratch` with what any step up to the plan's sizes may use."""
+    """Fill in `scratch` with the most memory that any step up to the plan's sizes uses."""
     _fill(plan, "bound_scratch")
 
 
@@ -144,9 +144,9 @@ def _fill(plan: StepPlan, entry: str) -> None:
 
 
 def check_kernels(record: bytes, op: str, *, stores: bool) -> None:
-    """KernelError for what is not a record of kernels that `op` can launch, as hosts refuse it.
+    """Raise KernelError unless `record` has kernels that `op` can launch, as hosts do.
 
-    `stores`: `op` is given k and v.
+    `stores`: whether `op` is given k and v.
     """
     found = int(launcher().dll.kvg_cuda_kernels_version())
     if found != KERNELS_VERSION:

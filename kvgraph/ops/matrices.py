@@ -1,12 +1,12 @@
 """Weights of products on a GPU, in the activations' dtype or in fewer bits: operands, rules and
-reference.
+reference, which `fused_experts` and `quantized_linear` share.
 
-What `fused_experts` and `quantized_linear` share. A weight has one row for an output column, whose
-inputs lie next to each other, so that a warp reads whole sectors. Its numbers are exact in every
-dtype of activations. Each column has a scale, for all of its inputs or for each `group` of them.
-Products are summed in float32 and scaled after, so that nothing of a weight is rounded again.
+A weight has one row per output column, with the column's inputs next to each other, so that a warp
+reads whole sectors. Its numbers are exact in every dtype of activations. Each column has one scale
+for all its inputs, or one for each `group` of inputs. Products are summed in float32 and scaled
+afterwards, so that a weight is not rounded again.
 
-Legend: M rows, N output columns, K inputs, S spans, H bytes of one.
+Legend: M rows, N output columns, K inputs, S spans, H bytes of a span.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from kvgraph.ops.packed import E2M1, E4M3, INT8, INTEGERS, LEVELS, NVFP4, Form, 
 from kvgraph.ops.packed_rules import known_codes
 
 GROUP = 128
-"""Inputs of a column under one scale at most; of nibbles where no attribute says it."""
+"""Most inputs of a column under one scale; the default group of nibbles."""
 
 GROUPS = (0, 32, 64, GROUP)
-"""Inputs under one scale; 0: GROUP of nibbles, all of bytes."""
+"""Inputs under one scale; 0: GROUP for nibbles, all inputs for bytes."""
 
 BITS = (0, 8, 4)
-"""Of a stored number; 0: weights are of the activations' dtype."""
+"""Bits of a stored number; 0: weights have the activations' dtype."""
 
 
 def of_kernels(form: Form, in_features: int = 0) -> Form:
-    """`form` with the inputs that kernels take under one scale; larger groups repeat theirs, but
-    for bytes of a layer of `in_features` that have one scale a row."""
+    """`form` with a group that kernels support; the scales of larger groups are repeated. Bytes
+    with one scale per row of `in_features` inputs keep it."""
     is_row = form.bits == 8 and 0 < in_features <= form.group
     group = 0 if is_row or not form.group else gcd(form.group, GROUP)
     codes = INTEGERS if is_row and form.codes == INT8 else form.codes
@@ -43,45 +43,45 @@ def of_kernels(form: Form, in_features: int = 0) -> Form:
 
 
 def takes(form: Form) -> bool:
-    """Whether kernels read what is stored so; none have scales of groups of 16."""
+    """Whether kernels can read weights of this form; none supports scales of groups of 16."""
     return form.codes != NVFP4
 
 
 def group_of(bits: int, group: int = 0) -> int:
-    """Inputs under one scale; 0: all of a column."""
+    """Inputs under one scale; 0 means all inputs of a column."""
     return group or (GROUP if bits == 4 else 0)
 
 
 def span_of(group: int = 0) -> int:
-    """Inputs of nibbles that lie together: one group or, so that a row's bytes fill a sector, two.
-    Byte h of a span holds inputs h (its low half) and h + span / 2."""
+    """Inputs whose nibbles are stored together: one group, or two so that a row's bytes fill a
+    sector. Byte h of a span holds inputs h (its low half) and h + span / 2."""
     return min(2 * (group or GROUP), GROUP)
 
 
 def depth_of(in_features: int, bits: int, group: int = 0) -> int:
-    """Elements that a row is stored in: spans of nibbles are whole."""
+    """Stored elements of a row; nibbles are padded to whole spans."""
     span = span_of(group)
     return ceildiv(in_features, span) * span // 2 if bits == 4 else in_features
 
 
 def groups_of(in_features: int, bits: int, group: int = 0) -> int:
-    """Scales of a column."""
+    """Number of scales of a column."""
     each = group_of(bits, group)
     return ceildiv(in_features, each) if each else 1
 
 
 def stored_dtype(bits: int, codes: int, activations: str) -> str:
-    """Of an element of a weight."""
+    """Dtype of a stored element of a weight."""
     if not bits:
         return activations
     return PACKED_FLOAT8 if codes == E4M3 else "int8"
 
 
 def rounded(x_MK: Array, codes: int) -> Array:
-    """Reference: rows in float32, each a scale times 8-bit numbers of a kind of weights. The scale
-    is a row's largest magnitude over the largest number."""
+    """Reference: rows in float32, rounded to a scale times 8-bit numbers of `codes`. The scale is
+    the row's largest magnitude divided by the largest number."""
     kind = stored_dtype(8, codes, "")
-    with np.errstate(invalid="ignore"):  # a row that is not finite has a scale that says it
+    with np.errstate(invalid="ignore"):  # a row that is not finite gets a scale that is not finite
         stored_MK, scales_M1 = quantize(x_MK, kind, 1)
         numbers: Array = stored_MK.astype(DTYPES[kind].numpy).astype(np.float32)
         return numbers * scales_M1
@@ -90,7 +90,8 @@ def rounded(x_MK: Array, codes: int) -> Array:
 def numbers_of(
     weight: Array, in_features: int, bits: int, group: int = 0, codes: int = INTEGERS
 ) -> Array:
-    """Reference: stored `[N, depth]` -> `[N, K]` in float32, without offsets and scales."""
+    """Reference: numbers `[N, K]` of a stored weight `[N, depth]`, in float32, without offsets and
+    scales."""
     if bits != 4:
         return weight.astype(np.float32)
     bytes_NSH = weight.view(np.uint8).reshape(len(weight), -1, span_of(group) // 2)
@@ -146,10 +147,10 @@ def operands(
     leading: tuple[str, ...] = (),
     prefix: str = "",
 ) -> tuple[spec.Operand, ...]:
-    """A weight, its scales, bytes of groups and bias.
+    """Operands of a weight: the weight, its scales, bytes of groups and bias.
 
-    group_bytes: of integers what is added to each number; of E2M1 the exponent of a scale (bias
-    127), in place of scales.
+    group_bytes: for integers the offset that is added to each number; for E2M1 the exponent of a
+    scale (bias 127), instead of scales.
     """
     of_groups = (*leading, groups, columns)
     return (
@@ -169,14 +170,14 @@ FORM = (
     spec.Rule("group", lambda group, bits: group and not bits and "0 for bits 0"),
     known_codes(NVFP4, of_rows=(E4M3,)),
 )
-"""Of how weights are stored, besides bits."""
+"""Rules of the form in which weights are stored, besides bits."""
 
 
 def rules(
     weight: tuple[spec.Operand, ...], inputs: str, of: str, share: int = 1
 ) -> tuple[spec.Rule, ...]:
-    """Of the operands that `operands` made: what their form and the weight's inputs ask of them,
-    which are one `share`-th of dim `inputs`, "`of`"."""
+    """Rules of the operands that `operands` made. The weight's inputs are dim `inputs` divided by
+    `share`; `of` describes them in errors."""
     name, scales, group_bytes, _ = (operand.name for operand in weight)
     depth, groups = str(weight[0].dims[-1]), str(weight[1].dims[-2])
     return (

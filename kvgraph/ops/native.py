@@ -1,8 +1,8 @@
 """The native CPU kernels, called through their C ABI (`plugins/include/kvgraph/abi.h`).
 
-`call` takes addresses, so that any framework's memory goes in as it is; `run` takes NumPy arrays.
-Both release the GIL while a kernel works, and may be called from several threads at once on pages
-that do not overlap: argument buffers are one set per thread and op.
+`call` takes addresses, so that it works on any framework's memory without copies; `run` takes NumPy
+arrays. Both release the GIL while a kernel works, and several threads may call them at once on
+pages that do not overlap: each thread has its own argument buffers for each op.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ from kvgraph.ops.spec import Operand, OpSpec
 from kvgraph.ops.specs import ALL_SPECS
 
 Draw = tuple[float, float, float, int, float, int]
-"""temperature, top-p, a number in [0, 1), top-k, min-p, and the address of an Edits or 0."""
+"""Temperature, top-p, a random number in [0, 1), top-k, min-p, and the address of an Edits or 0."""
 
 NativeOperand = tuple[int, str, tuple[int, ...]] | None
-"""(address, dtype name, shape) of dense row-major memory; None: left out."""
+"""(address, dtype name, shape) of dense row-major memory; None if the operand is left out."""
 
 INSTALL = "pip install --force-reinstall --no-deps . in a clone of kvgraph"
 FOR_CPU = ("cpu", "onnxruntime")
-"""Libraries with the CPU kernels in them."""
+"""Libraries that contain the CPU kernels."""
 MAX_RANK = max(len(o.dims) for spec in ALL_SPECS for o in spec.inputs + spec.outputs)
 MESSAGE_BYTES = 512
 
-# kvg_tensor is an address, then dtype, rank and shape; of kvg_call all fields are written once.
+# kvg_tensor: an address, then dtype, rank and shape. kvg_call: all fields are written only once.
 ADDRESS = struct.Struct("P")
 TYPE_AND_SHAPE = struct.Struct(f"ii{MAX_RANK}q")
 TENSOR_BYTES = ADDRESS.size + TYPE_AND_SHAPE.size
@@ -57,15 +57,15 @@ def call(
 ) -> None:
     """Run `spec` on `operands`: its inputs, then its outputs, in order.
 
-    An output that aliases an input may be None. Attributes left out have their defaults. Writes the
-    outputs and the inputs that the op mutates; KernelError carries the sentence with which the
-    kernel refuses, and then nothing was written.
+    An output that aliases an input may be None. Missing attributes have their defaults. Writes the
+    outputs and the inputs that the op mutates. KernelError has the kernel's message; then nothing
+    was written.
     """
     library().call(spec, operands, attributes)
 
 
 def run(spec: OpSpec, *arrays: Array | None, **attributes: float) -> Any:
-    """`spec.reference` by the native kernel: same arguments, same effects, same result."""
+    """Run the native kernel with the arguments, effects and result of `spec.reference`."""
     given = [*arrays, *[None] * (len(spec.inputs) - len(arrays))]
     operands = [
         None if array is None else _described(spec, operand, array)
@@ -77,7 +77,7 @@ def run(spec: OpSpec, *arrays: Array | None, **attributes: float) -> Any:
             operands.append(None)
             continue
         extents = spec.extents(out, [given and given[2] for given in operands], attributes)
-        shape = [extent or 0 for extent in extents]  # 0: the kernel says what is wrong
+        shape = [extent or 0 for extent in extents]  # for 0 the kernel raises the error
         dtype = spec.type_of(out, [given and given[1] for given in operands], str)
         assert dtype is not None
         results.append(np.empty(shape, DTYPES[dtype].numpy))
@@ -87,10 +87,10 @@ def run(spec: OpSpec, *arrays: Array | None, **attributes: float) -> Any:
 
 
 def library_path(name: str) -> Path:
-    """The shared library `libkvgraph_{name}`: "cpu" (this module's) or "onnxruntime" (custom ops).
+    """Path of the shared library `libkvgraph_{name}`, such as "cpu" (used here) or "onnxruntime".
 
     An editable install has several folders in the package's path; the library is in one of them.
-    DeviceError where this processor cannot run it; KernelError where there is none.
+    DeviceError if this processor cannot run it; KernelError if it is missing.
     """
     if name in FOR_CPU:
         require_flags(f"libkvgraph_{name}")
@@ -108,9 +108,9 @@ def library_path(name: str) -> Path:
 
 
 def set_num_threads(count: int) -> None:
-    """Threads that kernels may use, the caller's included; 0: one per processor (the default).
+    """Set the number of threads for kernels, the caller's included; 0: one per processor (default).
 
-    Results do not depend on it, bit for bit. Waits for a kernel that runs.
+    Results do not depend on it, bit for bit. Waits for a running kernel.
     """
     if count < 0:
         raise KernelError(f"num_threads: expected at least 0, got {count}")
@@ -118,7 +118,7 @@ def set_num_threads(count: int) -> None:
 
 
 class Edits(ctypes.Structure):
-    """kvg_edits of abi.h: what one row of logits becomes first. Addresses that must stay valid."""
+    """kvg_edits of abi.h: changes to a row of logits before sampling. Addresses must stay valid."""
 
     _fields_: ClassVar = [
         *[(name, ctypes.c_void_p) for name in ("mask", "banned", "biased", "bias", "tokens")],
@@ -129,18 +129,18 @@ class Edits(ctypes.Structure):
 
 
 def isa() -> str:
-    """The instruction set of the kernels that this process runs (kvg_cpu_isa of abi.h).
+    """The instruction set of the kernels in this process (kvg_cpu_isa of abi.h).
 
-    KernelError for one in KVGRAPH_CPU_ISA that this processor does not run.
+    KernelError if KVGRAPH_CPU_ISA names one that this processor does not support.
     """
     return library().isa()
 
 
 def sample(logits_RV: Array, draws: Sequence[Draw]) -> tuple[list[int], list[int]]:
-    """A token of each row of dense float32 logits `[rows, vocab]`, rows in parallel; and of how
-    many tokens of each the order was found for it. -1 of a row without a logit above -infinity.
+    """Draw a token for each row of dense float32 logits `[rows, vocab]`, rows in parallel.
 
-    KernelError names the row and the field that is out of its range (abi.h).
+    Returns the tokens, -1 for a row without a logit above -infinity, and for each row the number
+    of tokens that had to be sorted. KernelError names the row and field out of range (abi.h).
     """
     return library().sample(logits_RV, draws)
 
@@ -148,36 +148,37 @@ def sample(logits_RV: Array, draws: Sequence[Draw]) -> tuple[list[int], list[int
 def logprobs(
     logits_RV: Array, asked: Sequence[tuple[int, int, int]]
 ) -> list[list[tuple[int, int, float]]]:
-    """(token, rank, log-probability) of each asked (row, token, most): of the token, then of the
-    `most` likeliest of the row, then of nothing, MOST_LOGPROBS + 1 in all (abi.h).
+    """(token, rank, log-probability) entries for each asked (row, token, most).
 
-    KernelError names what is out of its range.
+    Each result has MOST_LOGPROBS + 1 entries: the token, the row's `most` likeliest tokens, and
+    fillers (abi.h). KernelError names the value that is out of range.
     """
     return library().logprobs(logits_RV, asked)
 
 
 def round_groups(weights_GK: Array, steps_GT: Array) -> tuple[Array, Array]:
-    """Nibbles `[groups, inputs]` in [-8, 7], int8, and which of a group's steps each is under: the
-    one of the least squared error, uint8 `[groups]` (kvg_cpu_round_groups of abi.h).
+    """Round groups of weights to nibbles (kvg_cpu_round_groups of abi.h).
 
-    Dense float32; KernelError where they are not, or inputs are no even number of 2 to 256.
+    Returns int8 nibbles `[groups, inputs]` in [-8, 7], and uint8 `[groups]`: the index in
+    `steps_GT` of each group's step with the least squared error. KernelError unless the arguments
+    are dense float32 and inputs are an even number from 2 to 256.
     """
     return library().round_groups(weights_GK, steps_GT)
 
 
 def num_threads() -> int:
-    """Threads that kernels may use."""
+    """Number of threads that kernels may use."""
     return int(library().dll.kvg_cpu_num_threads())
 
 
 @cache
 def library() -> Library:
-    """The CPU kernels; loaded on first use, once in a process."""
+    """The library of CPU kernels; loaded on first use, once per process."""
     return Library(library_path("cpu"))
 
 
 class Library:
-    """One loaded kernel library. KernelError where its ABI is another than this package's."""
+    """A loaded kernel library. KernelError if its ABI version is not this package's."""
 
     def __init__(self, path: Path, abi_version: int = ABI_VERSION) -> None:
         self.dll = ctypes.CDLL(str(path))
@@ -200,7 +201,7 @@ class Library:
         self.dll.kvg_cpu_round_groups.argtypes = [*groups, pointer, pointer, *message]
 
     def isa(self) -> str:
-        """As `isa` of this module."""
+        """See the module's `isa`."""
         self.dll.kvg_cpu_isa.restype = ctypes.c_char_p
         found: bytes = self.dll.kvg_cpu_isa()
         if not found:
@@ -211,7 +212,7 @@ class Library:
         return found.decode()
 
     def sample(self, logits_RV: Array, draws: Sequence[Draw]) -> tuple[list[int], list[int]]:
-        """As `sample` of this module."""
+        """See the module's `sample`."""
         _require_dense("sample", "logits [rows, vocab]", logits_RV)
         rows, vocab = logits_RV.shape
         if len(draws) != rows:
@@ -227,7 +228,7 @@ class Library:
     def logprobs(
         self, logits_RV: Array, asked: Sequence[tuple[int, int, int]]
     ) -> list[list[tuple[int, int, float]]]:
-        """As `logprobs` of this module."""
+        """See the module's `logprobs`."""
         _require_dense("logprobs", "logits [rows, vocab]", logits_RV)
         packed = b"".join([SCORED.pack(*each) for each in asked])
         found, message = np.empty((len(asked), MOST_LOGPROBS + 1), LOGPROB), MESSAGE()
@@ -237,7 +238,7 @@ class Library:
         return cast(list[list[tuple[int, int, float]]], found.tolist())
 
     def round_groups(self, weights_GK: Array, steps_GT: Array) -> tuple[Array, Array]:
-        """As `round_groups` of this module."""
+        """See the module's `round_groups`."""
         _require_dense("round_groups", "weights [groups, inputs]", weights_GK)
         _require_dense("round_groups", "steps [groups, tries]", steps_GT)
         groups, width = weights_GK.shape
@@ -256,7 +257,7 @@ class Library:
     def call(
         self, spec: OpSpec, operands: Sequence[NativeOperand], attributes: Mapping[str, float]
     ) -> None:
-        """As `call` of this module."""
+        """See the module's `call`."""
         frames: dict[str, _Frame] = self._frames.__dict__
         frame = frames.get(spec.name)
         if frame is None:
@@ -265,10 +266,10 @@ class Library:
 
 
 class _Frame:
-    """One thread's argument memory for one op.
+    """Argument memory of one thread for one op.
 
-    What an operand was described as is kept, so that a call that repeats the last one's dtypes and
-    shapes writes addresses only.
+    It remembers the operands' dtypes and shapes, so that a call with those of the previous call
+    writes only addresses.
     """
 
     def __init__(self, dll: ctypes.CDLL, spec: OpSpec) -> None:
@@ -336,7 +337,7 @@ class _Frame:
             code = DTYPE_CODES[dtype]
         extents = [*shape[:MAX_RANK], *[0] * (MAX_RANK - len(shape))]
         at = index * TENSOR_BYTES + ADDRESS.size
-        self.described[index] = ("", ())  # no operand's, until it is written
+        self.described[index] = ("", ())  # matches no operand until it is written
         TYPE_AND_SHAPE.pack_into(self.tensors, at, code, len(shape), *extents)
         self.described[index] = kind
 
@@ -352,7 +353,8 @@ class _Frame:
 
 
 def _described(spec: OpSpec, operand: Operand, array: Array) -> NativeOperand:
-    """KernelError for memory that a kernel cannot take as it is: a copy would lose its writes."""
+    """Describe an array; KernelError if a kernel cannot use its memory: writes to a copy would be
+    lost."""
     if not array.flags.c_contiguous:
         raise KernelError(
             f"{spec.name}: {operand.name}: expected dense row-major memory, got strides"

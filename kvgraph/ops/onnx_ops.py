@@ -1,6 +1,6 @@
 """The ops in ONNX: schemas with shape inference, and NumPy kernels for onnx's reference evaluator.
 
-Both are generated from the OpSpecs. ONNX form is functional: a mutated input is an output too.
+Both are generated from the OpSpecs. The ONNX form is functional: a mutated input is also an output.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ if TYPE_CHECKING:
     from kvgraph.contract.dims import Array
 
 KERNEL_ATTRIBUTES = dict.fromkeys(("kernels", "images"), OpSchema.AttrType.TENSOR)
-"""Of nodes for a GPU: what their kernels were compiled for, and their cubins. Optional."""
+"""Optional attributes of nodes for a GPU: the record of their kernels, and their cubins."""
 
 
 def register_schemas() -> None:
-    """Make the ops known to onnx's checker and shape inference; registering twice is harmless."""
+    """Register the ops for onnx's checker and shape inference; it may be called twice."""
     for spec in ALL_SPECS:
         if not onnx.defs.has(spec.name, OPSET_DOMAIN):
             onnx.defs.register_schema(schema(spec))
@@ -62,9 +62,9 @@ def schema(spec: OpSpec) -> OpSchema:
 
 
 def translation_table() -> dict[Callable[..., object], Callable[..., object]]:
-    """`custom_translation_table` of `torch.onnx.export`: functional torch ops -> ONNX nodes.
+    """`custom_translation_table` of `torch.onnx.export`, from functional torch ops to ONNX nodes.
 
-    Registers the schemas, which the exporter asks for.
+    It also registers the schemas, which the exporter needs.
     """
     from kvgraph.ops import torch_ops
 
@@ -123,7 +123,7 @@ def _attribute(name: str, kind: str, default: int | float | None) -> OpSchema.At
 
 
 def _inference(spec: OpSpec) -> Callable[[onnx.shape_inference.InferenceContext], None]:
-    """Output types and shapes from the inputs' dims by name; unknown inputs infer nothing."""
+    """Function that infers output types and shapes from the inputs' dims by name."""
 
     def infer(context: onnx.shape_inference.InferenceContext) -> None:
         types = [context.get_input_type(i) for i in range(context.get_num_inputs())]

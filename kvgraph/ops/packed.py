@@ -1,13 +1,14 @@
 """Weights packed for the CPU in float32, bfloat16, int8 or int4: layout and reference.
 
-What `linear` and `experts` share; their operands are in packed_rules.py. Weights lie in panels of
-16 output columns; a panel's lines of 64 bytes follow each other along the inputs, each with the
-same few inputs of all its columns.
+`linear` and `experts` share this layout; their operands are in packed_rules.py. Weights are stored
+in panels of 16 output columns. A panel's lines of 64 bytes follow each other along the inputs; each
+line has the same few inputs of all columns.
 
-Four bits have two forms. Our own rounds to two levels: nibble times multiplier is an exact int8.
-Groups keep what a checkpoint stores, without another rounding: codes of integers in four or eight
-bits, of FP4 in four, of FP8 in eight, and a scale for each column and `group` inputs. A scale of
-NVFP4 is a byte, and its column has a factor. Over groups, x is rounded to bfloat16, not to int8.
+Four bits have two forms. kvgraph's own form has two levels of scales: nibble times multiplier is an
+exact int8. The form in groups keeps a checkpoint's numbers without another rounding: codes of
+integers in four or eight bits, of FP4 in four, of FP8 in eight, and a scale for each column and
+`group` inputs. A scale of NVFP4 is a byte, and its column has a factor. With groups, x is rounded
+to bfloat16, not to int8.
 
 Legend: M rows, K inputs, N output columns.
 """
@@ -23,32 +24,32 @@ from kvgraph.contract.dims import Array, ceildiv
 from kvgraph.contract.dtypes import PACKED, PACKED_FLOAT8
 
 COLUMNS, DEPTH, GROUP = 16, 64, 32
-"""Output columns of a panel; what K is padded to; inputs under one int4 multiplier."""
+"""Output columns of a panel; multiple to which K is padded; inputs under one int4 multiplier."""
 
 MOST_INPUTS = 1 << 40
-"""What an attribute may say of inputs: sizes made of them fit 64 bits."""
+"""Largest number of inputs in an attribute, so that sizes computed from it fit 64 bits."""
 
 LINE_BYTES = 64
 
 PER_LINE = {32: 1, 16: 2, 8: 4, 4: 8}
-"""bits -> consecutive inputs of each column in a line."""
+"""Number of consecutive inputs of each column in a line, by bits."""
 
 NVFP4_GROUP, MXFP4_GROUP = 16, 32
 """Inputs under one scale of NVFP4, and of MXFP4."""
 
 INTEGERS, E2M1, E4M3, INT8, NVFP4 = range(5)
-"""Codes of groups: whole numbers -8 to 7; FP4 (E2M1, OCP Microscaling Formats 1.0); FP8 (E4M3 of
-finite numbers, OCP 8-bit Floating Point); whole numbers -128 to 127; FP4 with scales in FP8 and a
-factor of the column (NVIDIA's NVFP4)."""
+"""Codes of groups: integers -8 to 7; FP4 (E2M1, OCP Microscaling Formats 1.0); FP8 (E4M3 without
+infinities, OCP 8-bit Floating Point); integers -128 to 127; FP4 with scales in FP8 and a factor per
+column (NVIDIA's NVFP4)."""
 
 CODE_BITS = {INTEGERS: 4, E2M1: 4, E4M3: 8, INT8: 8, NVFP4: 4}
 
 FP4 = (E2M1, NVFP4)
-"""Codes of the same numbers, whose scales are bytes of groups."""
+"""Codes of FP4 numbers; their scales are bytes of groups."""
 
 
 def _floats(exponent_bits: int, mantissa_bits: int) -> Array:
-    """The numbers of a sign, an exponent and a mantissa, in the order of their bits."""
+    """All numbers with a sign, exponent and mantissa of these bits, in the order of their bits."""
     bias = (1 << (exponent_bits - 1)) - 1
     exponents, mantissas = np.divmod(
         np.arange(1 << (exponent_bits + mantissa_bits)), 1 << mantissa_bits
@@ -65,18 +66,18 @@ LEVELS = {
     INT8: np.array([*range(128), *range(-128, 0)], np.float32),
     NVFP4: _floats(2, 1),
 }
-"""codes -> the number of each code. The largest of E4M3 is a NaN there, and never stored."""
+"""Number of each code, by kind of codes. The largest code of E4M3 is a NaN and is never stored."""
 
 IN_LINE = {4: (0, 4, 1, 5, 2, 6, 3, 7), 8: (0, 2, 1, 3)}
-"""bits -> which code of a column's word has each of consecutive inputs in a line of groups: pairs
-are next to each other in 16 bits."""
+"""Place in a column's word of each consecutive input in a line of groups, by bits; the two inputs
+of a pair are 16 bits apart."""
 
 
 @dataclass(frozen=True, order=True)
 class Form:
-    """How weights are stored: attributes of an op, and whether integers in groups have offsets.
+    """Form of stored weights: attributes of an op, and whether integers in groups have offsets.
 
-    `group` 0: of 4 bits, two levels; else inputs under one scale.
+    `group`: inputs under one scale; 0 with 4 bits means two levels of scales.
     """
 
     bits: int
@@ -86,31 +87,32 @@ class Form:
 
     @property
     def has_scales(self) -> bool:
-        """In float32: of columns, or of groups; those of E2M1's are bytes."""
+        """Whether it has float32 scales of columns or groups; E2M1's scales are bytes."""
         return 0 < self.bits < 16 and self.codes != E2M1
 
     @property
     def has_group_bytes(self) -> bool:
-        """Offsets, or scales of FP4; two levels have others."""
+        """Whether groups have bytes: offsets, or scales of FP4. Two levels are not counted."""
         return self.has_offsets or self.codes in FP4
 
     def num_scales(self, in_features: int) -> int:
-        """Of a column."""
+        """Number of float32 scales of a column of `in_features` inputs."""
         return num_scales(in_features, self.group, self.codes)
 
     @property
     def attributes(self) -> dict[str, int]:
-        """Those that are not the defaults."""
+        """Attributes of an op for this form, without defaults."""
         groups = {"group": self.group, "codes": self.codes}
         return {"bits": self.bits, **{name: value for name, value in groups.items() if value}}
 
 
 ACTIVATIONS = SILU, GELU, GELU_TANH = range(3)
-"""Of a gate: x * sigmoid(alpha x), x * Phi(x), and the latter by its tanh form."""
+"""Activations of a gate: x * sigmoid(alpha x), x * Phi(x), and the tanh approximation of the
+latter."""
 
 
 def unpack(weight: Array, group_bytes: Array | None, bits: int) -> Array:
-    """Stored weights `[panels * COLUMNS, K]` of packed lines: floats, or exact int8."""
+    """Unpack lines into stored weights `[panels * COLUMNS, K]`: floats, or exact int8."""
     panels, lines, _ = weight.shape
     if bits >= 16:
         per = PER_LINE[bits]
@@ -128,7 +130,7 @@ def unpack(weight: Array, group_bytes: Array | None, bits: int) -> Array:
 
 
 def quantize_rows(x_MK: Array) -> tuple[Array, Array]:
-    """int8 rows and their scales `max|x| / 127`; NaN for a row that has a NaN or an infinity."""
+    """int8 rows and their scales `max|x| / 127`; the scale is NaN for a row that is not finite."""
     x_MK = x_MK.astype(np.float32)
     finite_M1 = np.isfinite(x_MK).all(-1, keepdims=True)
     clean_MK = np.where(finite_M1, x_MK, np.float32(0))
@@ -140,14 +142,14 @@ def quantize_rows(x_MK: Array) -> tuple[Array, Array]:
 
 
 def powers(exponents: Array) -> Array:
-    """Scales of E2M1, powers of two, of their exponents with a bias of 127."""
+    """Scales of E2M1: powers of two, from exponents with a bias of 127."""
     return (exponents.view(np.uint8).astype(np.uint32) << 23).view(np.float32)
 
 
 def decode(
     weight: Array, scales: Array | None, group_bytes: Array | None, group: int, codes: int
 ) -> Array:
-    """Weights `[panels * COLUMNS, K]` of packed groups, in float64."""
+    """Decode packed groups into weights `[panels * COLUMNS, K]` in float64."""
     panels, lines, _ = weight.shape
     bits = CODE_BITS[codes]
     words = weight.view(np.uint8).reshape(panels, lines, COLUMNS, -1).view("<u4")
@@ -184,7 +186,7 @@ def product(
     group: int = 0,
     codes: int = INTEGERS,
 ) -> Array:
-    """Reference: `[M, panels * COLUMNS]`, x times the weight of all panels, plus bias."""
+    """Reference: x times the weight of all panels, plus bias: `[M, panels * COLUMNS]`."""
     if group:
         import ml_dtypes
 
@@ -210,8 +212,8 @@ def gated(
     limit: float = 0.0,
     up_offset: float = 0.0,
 ) -> Array:
-    """Reference: `[M, N / 2]` of panels that alternate gate and up:
-    `activation(min(gate, limit)) * (clamp(up, -limit, limit) + up_offset)`; limit 0: none.
+    """Reference: join panels that alternate gate and up, `[M, N]`, to `[M, N / 2]`:
+    `activation(min(gate, limit)) * (clamp(up, -limit, limit) + up_offset)`; limit 0 means none.
     """
     rows, panels = len(y_MN), y_MN.shape[1] // COLUMNS
     halves = y_MN.reshape(rows, panels // 2, 2, COLUMNS)
@@ -228,7 +230,7 @@ def joined(
     limit: float = 0.0,
     up_offset: float = 0.0,
 ) -> Array:
-    """Reference, in float64: what `gated` makes of a gate and what it lets through."""
+    """Reference: join a gate and its `up` by the formula of `gated`, in float64."""
     most = limit or math.inf
     gate = np.minimum(gate.astype(np.float64), most)
     up = np.clip(up.astype(np.float64), -most, most)
@@ -249,32 +251,32 @@ def _normal(x: float) -> float:
 
 
 def least_group(codes: int) -> int:
-    """What a group's inputs are a multiple of."""
+    """Number of which a group's inputs must be a multiple."""
     return NVFP4_GROUP if codes == NVFP4 else GROUP
 
 
 def stored_dtype(bits: int, codes: int = INTEGERS) -> str:
-    """Of an element of packed weights; two of 4 bits are an int8."""
+    """Dtype of packed weights; one int8 holds two elements of 4 bits."""
     return PACKED_FLOAT8 if codes == E4M3 else PACKED[bits]
 
 
 def num_groups(in_features: int, group: int = 0) -> int:
-    """Groups of a row; `group` 0: those of two levels."""
+    """Number of groups of a column; `group` 0 means the groups of two levels."""
     return ceildiv(padded_depth(in_features), group or GROUP)
 
 
 def num_scales(in_features: int, group: int = 0, codes: int = INTEGERS) -> int:
-    """Float32 numbers of a column: a scale and a sum, scales of groups, or a factor."""
+    """Number of float32 scales of a column: a scale and a sum, scales of groups, or one factor."""
     if not group:
         return 2
     return 1 if codes == NVFP4 else num_groups(in_features, group)
 
 
 def padded_depth(in_features: int) -> int:
-    """`in_features` and the zeros behind them in a panel."""
+    """`in_features` rounded up to a multiple of DEPTH; a panel has zeros there."""
     return ceildiv(in_features, DEPTH) * DEPTH
 
 
 def panel_count(features: int) -> int:
-    """Panels of `features` output columns."""
+    """Number of panels for `features` output columns."""
     return ceildiv(features, COLUMNS)

@@ -1,4 +1,4 @@
-"""Weights packed for the CPU (packed.py): operands of ops, and what must hold of them."""
+"""Weights packed for the CPU (packed.py): operands of ops, and their rules."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from kvgraph.ops.packed import (
 
 
 def operands(name: str, stem: str = "", leading: tuple[str, ...] = ()) -> tuple[spec.Operand, ...]:
-    """A weight, and its scales, bytes of groups and bias, which are `stem`'s.
+    """Operands of a weight: the weight, and its scales, bytes of groups and bias, named by `stem`.
 
-    scales: of columns and the sums of their stored numbers; of groups, of each group; of NVFP4, of
-    columns.
-    group_bytes: of two levels, multipliers less one, two columns in a byte; of integers in groups,
-    what is added to each number; of E2M1, the exponent of a scale (bias 127); of NVFP4, a scale in
-    E4M3.
+    scales: without groups, a scale per column and the sum of its stored numbers; with groups, a
+    scale per group; for NVFP4, a factor per column.
+    group_bytes: for two levels, multipliers less one, two columns in a byte; for integers in
+    groups, the offset that is added to each number; for E2M1, the exponent of a scale (bias 127);
+    for NVFP4, a scale in E4M3.
     """
     rows = (*leading, f"num_{stem}panels")
     return (
@@ -54,8 +54,8 @@ ATTRIBUTES = (
 
 
 def known_codes(*without: int, of_rows: tuple[int, ...] = ()) -> spec.Rule:
-    """Of a group's bits, but for codes that an op has not. `of_rows`: codes besides whole numbers
-    that may have one scale for a row."""
+    """Rule that `codes` fit the bits. `without`: codes that the op does not support. `of_rows`:
+    codes, besides integers, that may have one scale per row."""
 
     def fault(codes: int, group: int, bits: int) -> bool | str:
         known = [INTEGERS, *(c for c in of_rows if CODE_BITS[c] == bits)]
@@ -81,12 +81,12 @@ FORM = (
     spec.Rule("group", lambda group, bits: group and bits > 8 and f"0 for {bits} bits"),
     known_codes(),
 )
-"""Of how weights are stored."""
+"""Rules of the form in which weights are stored."""
 
 
 def rules(weight: tuple[spec.Operand, ...], in_features: str, of: str) -> tuple[spec.Rule, ...]:
-    """Of the operands that `operands` made: what their form and `in_features`, "`of`'s", ask of
-    them."""
+    """Rules of the operands that `operands` made, for a weight with dim `in_features`; `of`
+    describes its inputs in errors."""
     name, scales, group_bytes, _ = (operand.name for operand in weight)
     lines, line = map(str, weight[0].dims[-2:])
     num_scales = str(weight[1].dims[-2])

@@ -1,4 +1,4 @@
-"""An op as a Python function: signature and docstring of its torch form, from its OpSpec."""
+"""Signature and docstring of an op's torch form, from its OpSpec."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ from kvgraph.ops.spec import Attribute, Operand, OpSpec
 
 ATTRIBUTE_TYPES = {"int": int, "float": float}
 STUB_WIDTH = 88
-"""Of a docstring's lines, so that they fit where they are indented."""
+"""Width of a docstring's lines, so that they fit when they are indented."""
 
 
 def signature_of(spec: OpSpec, tensor: type) -> Signature:
-    """Operands by position or by name, attributes by name; operands are of the class `tensor`."""
+    """Signature with operands by position or name, and attributes by name. `tensor`: class of
+    operands."""
     return Signature([*_parameters(spec, tensor)], return_annotation=_returned(spec, tensor))
 
 
@@ -43,7 +44,7 @@ def _returned(spec: OpSpec, tensor: type) -> object:
 
 
 def docstring(spec: OpSpec) -> str:
-    """What the op does; dtypes and dims of each operand, which inputs it writes, attributes."""
+    """Docstring of the op: its `doc`, dims and dtypes of operands, written inputs, attributes."""
     lines = [spec.doc, "", "Inputs:"]
     lines += [f"- {_operand(o, writes=o.name in spec.mutated)}" for o in spec.inputs]
     if spec.results:
@@ -64,7 +65,7 @@ def _attribute(attribute: Attribute) -> str:
 
 
 def stub(spec: OpSpec) -> str:
-    """The function as a type checker reads it, without a body."""
+    """Source of the function for type checkers, without a body."""
     parameters = [
         f"{o.name}: Tensor | None = None" if o.optional else f"{o.name}: Tensor"
         for o in spec.inputs

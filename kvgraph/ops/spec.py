@@ -1,4 +1,4 @@
-"""OpSpec: what one op takes, returns and means; frameworks' registrations are generated from it."""
+"""OpSpec: declaration of one op, from which the registrations of all frameworks are generated."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ OPSET_VERSION = 1
 ACTIVATION, QUANTIZED, POOL = dtypes.ACTIVATIONS, dtypes.QUANTIZED, dtypes.POOLS
 WEIGHT = (*dict.fromkeys(dtypes.PACKED.values()), dtypes.PACKED_FLOAT8)
 MATRIX = (*dtypes.ACTIVATIONS, "int8", dtypes.PACKED_FLOAT8)
-"""Of a weight on a GPU: the activations' dtype, or numbers in fewer bits under scales."""
+"""Dtypes of a weight on a GPU: an activations' dtype, or numbers of fewer bits with scales."""
 INDEX = ("int32",)
 FLOAT32 = ("float32",)
 
@@ -29,11 +29,11 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Operand:
-    """One tensor of an op: dims by name (equal names are equal extents), dtypes it may have.
+    """One tensor of an op: dims by name (equal names are equal extents), and allowed dtypes.
 
     A first dim "..." stands for any number of dims, the same in all operands that have it.
-    `alias` names the input whose memory an output is: both must have one address. `default_width`
-    names the inputs' dim that is an output's last extent where no attribute says it.
+    `alias`: name of the input that an output shares its memory with: both have one address.
+    `default_width`: dim of the inputs that is an output's last extent if no attribute sets it.
     """
 
     name: str
@@ -44,7 +44,7 @@ class Operand:
     default_width: str | None = None
 
     def dims_of(self, rank: int) -> tuple[str | int, ...] | None:
-        """The dims of a tensor of `rank`; None: it has another one."""
+        """The dims of a tensor of `rank`; None if the operand cannot have this rank."""
         own = self.dims[1:] if self.dims[0] == "..." else self.dims
         leading = rank - len(own)
         if leading < 0 or (leading > 0 and own is self.dims):
@@ -52,18 +52,19 @@ class Operand:
         return (*(f"leading {i}" for i in range(leading)), *own)
 
     def is_left_out(self, attributes: Mapping[str, Any]) -> bool:
-        """Whether a call with `attributes` has no such output."""
+        """Whether a call with `attributes` leaves this output out."""
         return self.optional and (attributes.get(str(self.dims[-1])) or 0) <= 0
 
     @property
     def type_variable(self) -> str | None:
-        """Operands that share a set of several dtypes share one dtype per call."""
+        """Name of the type variable: operands with the same one share one dtype per call. None if
+        the operand has no choice of dtypes."""
         return {ACTIVATION: "T", POOL: "P", WEIGHT: "P", MATRIX: "P"}.get(self.dtypes)
 
 
 @dataclass(frozen=True)
 class Attribute:
-    """One constant of an op. `default=None` means that a caller must give it."""
+    """One constant of an op. `default`: None means that the caller must give a value."""
 
     name: str
     kind: Literal["int", "float", "bool"]
@@ -72,12 +73,13 @@ class Attribute:
 
 @dataclass(frozen=True)
 class Rule:
-    """What must hold besides equal dims and dtypes.
+    """A condition on a call besides equal dims and dtypes.
 
-    `fault(...)` takes attributes and static dims, and operands as their dtypes (None: left out), by
-    `names` or those of its parameters; it returns what is expected instead, or nothing. `subject`
-    ends with the name that is wrong; `got` replaces its value in the sentence. A rule that names a
-    dim without an extent, or one that is symbolic, is not asked.
+    `fault(...)` takes the values of `names`, by default its parameters' names: attributes, static
+    dims, and dtypes of operands (None: left out). It returns a text of the expected value, or a
+    false value if the call is right. `subject`: ends with the name of the wrong value. `got`:
+    replaces its value in the message. A rule with a dim that is symbolic or has no extent is
+    skipped.
     """
 
     subject: str
@@ -91,7 +93,7 @@ class Rule:
 
 
 def finite(name: str) -> Rule:
-    """Of a number that kernels have in float32, as in `at_least_0`."""
+    """Rule that attribute `name` is finite in float32, and not rounded to 0 unless it is 0."""
 
     def fault(given: float) -> bool | str:
         narrowed = c_float(given).value
@@ -130,18 +132,18 @@ class OpSpec:
 
     @property
     def mutated(self) -> frozenset[str]:
-        """Names of the inputs that the op writes: those that an output aliases."""
+        """Names of the inputs that the op writes: an output aliases each of them."""
         return frozenset(out.alias for out in self.outputs if out.alias)
 
     def arguments(self, args: Sequence[object], attributes: Mapping[str, object]) -> dict[str, Any]:
-        """What a call passes, by name: inputs left out are None, attributes their defaults."""
+        """Arguments of a call by name: missing inputs are None, missing attributes are defaults."""
         names = [operand.name for operand in self.inputs]
         defaults = {a.name: a.default for a in self.attributes}
         given = dict(zip(names, args, strict=False))
         return defaults | dict.fromkeys(names) | given | dict(attributes)
 
     def call(self, given: Mapping[str, T]) -> tuple[tuple[T, ...], dict[str, T]]:
-        """Inputs and attributes that `arguments` takes for `given`, without defaults."""
+        """Inverse of `arguments`: inputs and attributes of the call, without defaults."""
         inputs = [given[operand.name] for operand in self.inputs]
         while inputs and inputs[-1] is None:
             inputs.pop()
@@ -151,8 +153,9 @@ class OpSpec:
     def type_of(
         self, out: Operand, types: Sequence[T | None], named: Callable[[str], T]
     ) -> T | None:
-        """Of an output over inputs of `types` (None: left out, or not known): that of the input
-        whose memory or type variable it shares, else `named` of its only dtype."""
+        """Type of an output for inputs of `types` (None: left out, or not known): the type of the
+        input with which it shares memory or a type variable, otherwise `named` of its only dtype.
+        """
         if not out.alias and out.type_variable is None:
             return named(out.dtypes[0])
         for operand, found in zip(self.inputs, types, strict=False):
@@ -168,9 +171,9 @@ class OpSpec:
     def extents(
         self, out: Operand, shapes: Sequence[Sequence[Any] | None], attributes: Mapping[str, Any]
     ) -> tuple[Any, ...]:
-        """Of an output over inputs of `shapes` (None: left out); None where an extent is unknown.
+        """Shape of an output for inputs of `shapes` (None: left out); None for unknown extents.
 
-        An attribute of its last dim's name is that extent.
+        An attribute with the name of the last dim is its extent.
         """
         *others, last = out.dims
         given = attributes.get(str(last))
@@ -178,12 +181,12 @@ class OpSpec:
             width = max(given, 0)
         else:
             width = self._extent(out.default_width or last, shapes)
-        if others[:1] == ["..."]:  # as the first input has them
+        if others[:1] == ["..."]:  # the leading dims of the first input
             return (*(shapes[0] or ())[: 1 - len(self.inputs[0].dims)], width)
         return (*(self._extent(dim, shapes) for dim in others), width)
 
     def _extent(self, dim: str | int, shapes: Sequence[Sequence[Any] | None]) -> Any:
-        """Of the first input that has `dim`."""
+        """Extent of `dim` in the first input that has it; None if unknown."""
         for index, axis in self._places.get(dim, ()):
             shape = shapes[index] if index < len(shapes) else None
             if shape is not None and -len(shape) <= axis < len(shape):
@@ -192,7 +195,7 @@ class OpSpec:
 
     @cached_property
     def _places(self) -> dict[str | int, list[tuple[int, int]]]:
-        """Dim -> where it is: index of an input and axis, from the end behind a "..."."""
+        """Places of each dim: index of an input, and axis (from the end if it has a "...")."""
         places: dict[str | int, list[tuple[int, int]]] = {}
         for index, operand in enumerate(self.inputs):
             behind = len(operand.dims) if operand.dims[0] == "..." else 0
@@ -207,7 +210,7 @@ class OpSpec:
 
 
 ROWS = ("...", "width")
-"""Dims of what is computed row by row, whatever the rows are of."""
+"""Dims of an operand that is computed row by row, with any leading dims."""
 
 # Operands that several ops share. Legend: T new tokens of all rows, N query heads, K kv heads,
 # D head_dim, Dv v_head_dim, B rows.

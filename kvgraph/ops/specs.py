@@ -1,4 +1,4 @@
-"""The declarations of all ops, in tables: a module of its own, which every form of an op reads."""
+"""Tables of the declarations of all ops, which every form of the ops reads."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ SPECS: tuple[OpSpec, ...] = (STORE_KV, PAGED_ATTENTION, UPDATE_AND_ATTEND)
 """The cache ops, in the order of their C entry points."""
 
 CPU_SPECS: tuple[OpSpec, ...] = (LINEAR, ALL_REDUCE, ALL_GATHER, EXPERTS, ROUTE)
-"""What only graphs for a CPU hold; after the cache ops in every table."""
+"""Ops that only graphs for a CPU contain; in every table they follow the cache ops."""
 
 ALL_SPECS = SPECS + CPU_SPECS
-"""What has native kernels for a CPU, and is in the C header."""
+"""Ops with native kernels for a CPU, which are in the C header."""
 
 FUSIONS: tuple[OpSpec, ...] = (RMS_NORM, SILU_MUL, FUSED_EXPERTS, QUANTIZED_LINEAR)
-"""What only programs of torch for CUDA hold; a pass writes them."""
+"""Ops that only torch programs for CUDA contain; a compiler pass inserts them."""

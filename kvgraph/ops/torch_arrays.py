@@ -8,11 +8,12 @@ from kvgraph.contract.dims import Array
 from kvgraph.contract.dtypes import ALL, DTYPES
 
 PLAIN = {dtype.name: dtype.plain for dtype in ALL if dtype.plain != dtype.numpy}
-"""NumPy has these only through ml_dtypes, which torch does not read: they cross as integers."""
+"""Integer dtypes by name of a dtype that NumPy has only through ml_dtypes, which torch cannot read.
+"""
 
 
 def tensor_over(array: Array, dtype: str) -> torch.Tensor:
-    """A tensor over the memory of `array`, or over a copy where that is read-only."""
+    """A tensor over the memory of `array`, or over a copy if the array is read-only."""
     if not array.flags.writeable:
         array = array.copy()
     plain = PLAIN.get(dtype)

@@ -1,9 +1,9 @@
-"""The fusions around the cache ops in torch: the computation of their OpSpecs on a CPU.
+"""The fusions around the cache ops in torch: CPU forms of their OpSpecs.
 
-A pass writes them into a program that has kernels for them: on CUDA the runtime registers its
-launches, and nothing stands in where it does not. The CPU form of norms and gates runs the
-operators that the pass replaced, so that a rewritten program can be compared with the original bit
-by bit; that of matrix products is the op's reference.
+A pass inserts them into a program that has kernels for them: on CUDA the runtime registers its
+launches, and without these there is no fallback. The CPU form of norms and gates runs the operators
+that the pass replaced, so that a rewritten program can be compared with the original bit by bit.
+The CPU form of matrix products is the op's reference.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ def _rms_norm(
 ) -> torch.Tensor:
     """RMSNorm over the last dim of x `[..., W]` by weight `[W]`, both of one dtype; row-major.
 
-    With `residual`, x's shape and dtype: it becomes `residual + x`, and that is normalised.
-    `round_first`: the normalised rows are rounded to the dtype before the weight is applied.
+    `residual`: of x's shape and dtype; it becomes `residual + x`, and the sum is normalised.
+    `round_first`: round the normalised rows to the dtype before the weight is applied.
     """
     if residual is not None:
         x = residual.add_(x)
@@ -47,12 +47,12 @@ def _rms_norm(
 
 
 def _silu_mul(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    """`silu(gate) * up`, both `[..., W]` of one dtype, row-major; rounded after either operator."""
+    """`silu(gate) * up`, both `[..., W]` of one dtype, row-major; rounded after each operator."""
     return torch.nn.functional.silu(gate.contiguous()) * up.contiguous()
 
 
 def _by_reference(spec: OpSpec) -> Callable[..., Returned]:
-    """The reference over the tensors' own memory, once the call is checked."""
+    """Function that checks a call and runs the op's reference on the tensors."""
 
     def call(*args: torch.Tensor | None, **attributes: float) -> Returned:
         check_call(spec, spec.arguments(args, attributes))

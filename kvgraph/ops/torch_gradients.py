@@ -1,8 +1,8 @@
-"""Our ops have no backward pass: one that would lose a gradient is refused.
+"""kvgraph's ops have no backward pass: a call that would lose a gradient is refused.
 
-The check is the ops' kernel of torch's Autograd key, since `torch.func` and `torch.compile` hide
-from the kernels below it that a gradient is wanted. Under `torch.inference_mode()` torch does not
-call it, and it costs nothing.
+The check is the ops' kernel of torch's Autograd key, since kernels below it cannot see in
+`torch.func` and `torch.compile` that a gradient is wanted. Under `torch.inference_mode()` torch
+does not call it, and it costs nothing.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ BELOW = torch._C._after_autograd_keyset
 
 
 def refuse_gradients(library: torch.library.Library, name: str) -> None:
-    """Make the defined op `name` refuse inputs that require gradients, and dual numbers; what it
-    writes is known to have changed.
+    """Make the defined op `name` refuse inputs that require gradients, and dual numbers; also mark
+    the inputs that it writes as changed.
 
-    A program that torch.export traces may have such inputs: it is refused where it runs.
+    torch.export may trace a program with such inputs: the program is refused when it runs.
     """
     op = getattr(getattr(torch.ops, library.ns), name).default
     arguments = op._schema.arguments
@@ -35,7 +35,7 @@ def refuse_gradients(library: torch.library.Library, name: str) -> None:
         if torch.is_grad_enabled() or forward_ad._current_level >= 0:
             _require_no_gradients(name, names, args)
         found = op.redispatch(keyset & BELOW, *args, **attributes)
-        # So that a backward pass over what a pool held before is refused, as behind torch's own.
+        # A backward pass over the pool's old content is then refused, as for torch's own ops.
         increment_version([x for i, x in enumerate(args) if i in written and x is not None])
         return found
 
@@ -60,7 +60,7 @@ def _has_gradient(tensor: torch.Tensor) -> bool:
 
 
 def _is_exported(tensor: torch.Tensor) -> bool:
-    """Whether the call is traced for a program, and not for what torch.compile runs at once."""
+    """Whether the call is traced for export, and not for torch.compile, which runs it at once."""
     if torch.compiler.is_exporting():
         return True
     return detect_fake_mode([tensor]) is not None and TracingContext.try_get() is None

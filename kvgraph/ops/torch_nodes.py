@@ -1,4 +1,4 @@
-"""Calls of our ops in a torch graph, as what shapes and dtypes say of them."""
+"""Calls of kvgraph's ops in a torch graph, described by shapes, dtypes and attributes."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from kvgraph.ops.spec import OpSpec
 
 @dataclass(frozen=True)
 class Call:
-    """A node's operands by name, those that are left out missing, and all attributes."""
+    """A node's operands by name, without those that are left out, and all attributes."""
 
     dtypes: dict[str, str]
     shapes: dict[str, tuple[int, ...]]
-    """A symbolic extent is -1."""
+    """Shape of each operand; a symbolic extent is -1."""
     attributes: dict[str, float]
     strides: dict[str, int]
-    """Elements from row to row; 0 where rows are not equally far apart."""
+    """Elements from row to row of each operand; 0 if rows are not equally far apart."""
 
     @classmethod
     def of(cls, spec: OpSpec, node: Node) -> Call:
@@ -36,7 +36,7 @@ class Call:
 
 
 def is_dense(tensor: torch.Tensor) -> bool:
-    """Whether it is row-major for every value of its symbolic dims."""
+    """Whether the tensor is row-major for every value of its symbolic dims."""
     step: int | torch.SymInt = 1
     for extent, stride in zip(reversed(tensor.shape), reversed(tensor.stride()), strict=True):
         if not statically_known_true(extent == 1) and not statically_known_true(stride == step):
@@ -46,8 +46,8 @@ def is_dense(tensor: torch.Tensor) -> bool:
 
 
 def row_stride(tensor: torch.Tensor) -> int | None:
-    """Elements from one row of its last dim to the next, the same for every value of its symbolic
-    dims; of a single row its width. None where rows lie in another way, or share elements."""
+    """Elements from one row of the last dim to the next, the same for every value of symbolic dims;
+    for a single row its width. None if rows are not equally far apart, or share elements."""
     if not tensor.dim():
         return None
     *outer, (width, step) = zip(tensor.shape, tensor.stride(), strict=True)

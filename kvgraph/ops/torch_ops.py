@@ -1,8 +1,8 @@
 """The ops in torch: schemas, fakes and CPU kernels, generated from the OpSpecs.
 
-torch form mutates (`kv_blocks!`). The functional form of `update_and_attend`, which hands the pool
-on as an output, exists only in graphs on their way to ONNX and cannot be run by torch.
-Needs no torch headers: a Library in Python costs about 2 us a call (torch.library, 2.11 to 2.13).
+The torch form mutates (`kv_blocks!`). The functional form of `update_and_attend`, which returns the
+pool as an output, exists only in graphs that are exported to ONNX; torch cannot run it. No torch
+headers are needed: a Library in Python costs about 2 us a call (torch.library, 2.11 to 2.13).
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def _strided(spec: OpSpec, name: str, tensor: torch.Tensor) -> KernelError:
 
 
 def _results(spec: OpSpec, inputs: Tensors, attributes: Mapping[str, Any]) -> list[torch.Tensor]:
-    """New memory for the outputs; one that the attributes leave out is empty."""
+    """Allocate the outputs; an output that the attributes leave out is empty."""
     if not spec.results:
         return []
     operand = spec.inputs[0]
@@ -100,7 +100,7 @@ def _results(spec: OpSpec, inputs: Tensors, attributes: Mapping[str, Any]) -> li
 def _outputs(
     spec: OpSpec, inputs: Tensors, results: Sequence[torch.Tensor]
 ) -> list[torch.Tensor | None]:
-    """All outputs in order: an aliased input itself, None for one that is left out."""
+    """All outputs in order: an aliased input itself, None for an output that is left out."""
     outputs, made = [], iter(results)
     for out in spec.outputs:
         tensor = inputs[out.alias] if out.alias else next(made)
@@ -128,7 +128,7 @@ def _cpu_kernel(spec: OpSpec) -> Callable[..., Returned]:
 
 
 def fake(spec: OpSpec) -> Callable[..., Returned]:
-    """What a call gives where it is traced: results without values, once its operands fit."""
+    """Function for traced calls: it checks the operands and returns results without values."""
 
     def call(*args: torch.Tensor | None, **attributes: float) -> Returned:
         given = spec.arguments(args, attributes)
@@ -139,7 +139,10 @@ def fake(spec: OpSpec) -> Callable[..., Returned]:
 
 
 def _require_no_values(spec: OpSpec, given: Mapping[str, Any]) -> None:
-    """KernelError for a tensor on meta beside others with values: nothing would be computed."""
+    """Raise KernelError for a tensor on meta among tensors with values: nothing would be computed.
+
+    A call with all its tensors on meta is allowed.
+    """
     kinds = {o.name: x.device.type for o in spec.inputs if (x := given[o.name]) is not None}
     without = next((name for name, kind in kinds.items() if kind == "meta"), None)
     others = {name: kind for name, kind in kinds.items() if kind != "meta"}
@@ -152,9 +155,10 @@ def _require_no_values(spec: OpSpec, given: Mapping[str, Any]) -> None:
 
 
 def check_call(spec: OpSpec, given: Mapping[str, Any]) -> list[torch.Tensor]:
-    """The results of a call without values, of inputs and attributes by name (`spec.arguments`).
+    """Check a call and return its results without values.
 
-    KernelError for what every such call would be refused for; symbolic extents stay symbolic.
+    `given`: inputs and attributes by name (`spec.arguments`). KernelError if no value of symbolic
+    extents makes the call valid; symbolic extents stay symbolic.
     """
     inputs: Tensors = {operand.name: given[operand.name] for operand in spec.inputs}
     attributes = {a.name: given[a.name] for a in spec.attributes}
@@ -171,7 +175,7 @@ def _described(tensor: torch.Tensor | None) -> Described:
 
 
 def known_to_differ(a: int | torch.SymInt, b: int | torch.SymInt) -> bool:
-    """Whether two extents differ for every value of their symbols; asking adds no guard."""
+    """Whether two extents differ for every value of their symbols; it adds no guard."""
     if type(a) is int and type(b) is int:
         return a != b
     from torch.fx.experimental.symbolic_shapes import statically_known_true
@@ -180,7 +184,7 @@ def known_to_differ(a: int | torch.SymInt, b: int | torch.SymInt) -> bool:
 
 
 def _require_dense(spec: OpSpec, name: str, tensor: torch.Tensor | None) -> None:
-    """KernelError for a buffer that is row-major for no value of its symbolic dims."""
+    """Raise KernelError for a buffer that is row-major for no value of its symbolic dims."""
     if tensor is None:
         return
     step: int | torch.SymInt = 1
@@ -197,7 +201,7 @@ def _fake_functional(spec: OpSpec) -> Callable[..., Returned]:
     def call(*args: torch.Tensor | None, **attributes: float) -> Returned:
         given = dict(zip(names, args, strict=False))
         pools = [given.get(output.alias) for output in spec.outputs if output.alias]
-        # A pool that is left out is handed on as an empty tensor: schemas have no None output.
+        # A pool that is left out is returned as an empty tensor: schemas have no None output.
         handed_on = [args[0].new_empty(0) if p is None else torch.empty_like(p) for p in pools]  # type: ignore[union-attr]
         return (cast(torch.Tensor, made(*args, **attributes)), *handed_on)
 
@@ -216,7 +220,7 @@ torch.library.register_fake(
     f"{OPSET_DOMAIN}::{FUNCTIONAL}", _fake_functional(UPDATE_AND_ATTEND), lib=_LIBRARY
 )
 
-for _spec in ALL_SPECS:  # what `help` and an editor show
+for _spec in ALL_SPECS:  # for `help` and editors
     _function = getattr(torch.ops.kvgraph, _spec.name)
     _function.__signature__ = signature_of(_spec, torch.Tensor)
     _function.__doc__ = docstring(_spec)

@@ -1,8 +1,8 @@
-"""Symbol and input records as pytrees: torch.export and torch.func take them as arguments.
+"""Symbol and input records as pytrees, so that torch.export and torch.func take them as arguments.
 
-A record's children are its fields that are present, in their order; a tree's are its caches; those
-of a leaf on several devices, or of several leaves, are its records. For a record that a user
-derives, a dataclass, `torch.export.register_dataclass` does the same.
+The children of a record are its present fields, in their order. The children of a tree are its
+caches; those of a leaf on several devices, or of several leaves, are its records. For a dataclass
+that a user derives, `torch.export.register_dataclass` does the same.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ RECORDS: tuple[type[Node], ...] = (
 TREES = (MultiKVCacheInputSymbols, MultiKVCacheInputs)
 LISTS = (KVCacheInputs, KVCacheInputsSequence)
 FAKE_TENSOR = "torch._export.serde.serialize._reconstruct_fake_tensor"
-"""What a saved program names for an example input that is a fake tensor."""
+"""Name in a saved program of the function that rebuilds an example input, a fake tensor."""
 
 
 def _register(kind: type[Node], make: Make, key: Callable[..., pytree.KeyEntry]) -> None:
@@ -81,7 +81,7 @@ def _register_all() -> None:
 
 
 def _fake_tensor(described: bytes, is_parameter: bool) -> object:
-    """torch's own function, whose module takes a second to import."""
+    """Call torch's own function; its module takes a second to import."""
     from torch._export.serde import serialize
 
     return serialize._reconstruct_fake_tensor(described, is_parameter)

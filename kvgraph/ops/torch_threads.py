@@ -1,4 +1,4 @@
-"""torch's threads in a forked process: OpenMP has none of its parent's, and would wait for them."""
+"""torch's threads in a forked process, which lacks the parent's OpenMP threads and could hang."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from kvgraph.errors import UnsupportedError
 
 class _State:
     has_run = False
-    """Whether torch has computed in this process, as far as kvgraph asked it to."""
+    """Whether kvgraph has computed with torch in this process."""
     is_orphan = False
-    """Whether it has in the process that this one was forked from."""
+    """Whether kvgraph had computed with torch in the parent of this forked process."""
     may_be_orphan = False
-    """Whether torch was there at least."""
+    """Whether torch was imported in the parent of this forked process."""
 
 
 def fitting_threads(asked: int | None) -> int | None:
-    """Threads for torch, of which it may have `asked`; 0 and None: as many as it likes.
+    """Number of threads for torch: `asked`; 0 and None mean torch's default.
 
-    In a fork of a process in which torch was imported one, with a warning, where none are asked
-    for. UnsupportedError for more where kvgraph has computed with torch there.
+    In a fork of a process that imported torch the default is one, with a warning. UnsupportedError
+    for more threads if kvgraph had computed with torch in that process.
     """
     _State.has_run = True
     if not _State.may_be_orphan:

@@ -1,4 +1,4 @@
-"""PTX executed on a CPU: what ptxas is given runs here, exactly, in NumPy.
+"""Execution of PTX on a CPU, exactly, in NumPy: the PTX is the input of ptxas.
 
     module = ptx.parse(text)
     memory = ptx.Memory()
@@ -6,13 +6,13 @@
     counters = ptx.run(module.kernels["scale"], memory, grid=(8, 1, 1), threads=128, arguments=[x])
 
     parser      text -> instructions
-    machine     decodes each once, runs blocks in batches, meets barriers
+    machine     decodes each once, runs blocks in batches, handles barriers
     arithmetic, bits, convert, moves, access, matrix, warpgroup
                 the instructions, by family
     memory, shared, state, counters
-                what they work on, and what is checked and counted
+                the state that they work on, checks, and counts
 
-It proves nothing of SASS, ptxas, the driver, the order of memory between blocks, or speed.
+It does not check SASS, ptxas, the driver, the order of memory between blocks, or speed.
 """
 
 from kvgraph.ptx.counters import Counters

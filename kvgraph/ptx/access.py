@@ -17,7 +17,7 @@ WITHOUT_EFFECT = (
     "L1::evict_normal", "L2::cache_hint", "L2::64B", "L2::128B", "L2::256B",
     "ca", "cg", "cs", "lu", "cv", "wb", "wt",
 )  # fmt: skip
-"""Caches, and the order of memory between blocks: neither is modelled."""
+"""Modifiers for caches and for the order of memory between blocks, which are not modelled."""
 
 VECTORS = {"v2": 2, "v4": 4}
 SPACES = ("global", "shared", "shared::cta", "param")
@@ -47,7 +47,7 @@ def load(decoder: Decoder) -> Step:
 
 
 def _shape(decoder: Decoder) -> tuple[str, int, int]:
-    """Space, elements and bytes of one; KernelError for a modifier that is not modelled."""
+    """Space, number of elements, and bytes of an element; KernelError for other modifiers."""
     spaces = [part for part in decoder.parts[1:] if part in SPACES]
     if len(spaces) != 1 or decoder.type not in TYPES or decoder.type == "pred":
         raise decoder.refuse()
@@ -59,7 +59,7 @@ def _shape(decoder: Decoder) -> tuple[str, int, int]:
 
 
 def _widened(decoder: Decoder, register: str) -> tuple[Kind, Kind] | None:
-    """Dtypes of a loaded value and of its extension to a wider register, if that is one."""
+    """Dtypes of a loaded value and of its extension; None if the register is not wider."""
     kind, stored = TYPES[decoder.type], TYPES[decoder.kernel.registers[register]]
     if kind.itemsize == stored.itemsize:
         return None
@@ -105,7 +105,7 @@ def store(decoder: Decoder) -> Step:
 
 
 def read_global(state: State, mask: Mask, address: Lanes, nbytes: int) -> npt.NDArray[np.uint8]:
-    """`[warps, 32, nbytes]`; zeros for threads that do not read."""
+    """Read bytes `[warps, 32, nbytes]`; zeros for threads that do not read."""
     address = np.broadcast_to(address, state.shape)
     chosen = address.reshape(-1) if mask is None else address[mask]
     _require_aligned(chosen, nbytes, mask, state)
@@ -172,7 +172,7 @@ def _require_aligned(chosen: Lanes, nbytes: int, mask: Mask, state: State) -> No
 
 
 def _lanes(state: State, mask: Mask, chosen: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
-    """A selection among the active threads -> one among all."""
+    """Turn a selection among the active threads into one among all threads."""
     lanes = np.zeros(state.shape, bool)
     if mask is None:
         lanes.reshape(-1)[:] = chosen
@@ -197,7 +197,7 @@ def _spread(
 def places_of(
     state: State, mask: Mask, address: Lanes, nbytes: int
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """Flat places in the batch's shared memory, and the codes of their warps; checked."""
+    """Check addresses; return flat places in the batch's shared memory, and codes of the warps."""
     address = np.broadcast_to(address, state.shape)
     if state.counters.profile:
         state.counters.shared_access(address, nbytes, mask)
@@ -239,7 +239,7 @@ def write_shared(state: State, mask: Mask, address: Lanes, data: npt.NDArray[np.
 
 
 def copy(decoder: Decoder) -> Step:
-    """cp.async: bytes that are there after the wait for their group, as late as that allows."""
+    """cp.async: the bytes arrive as late as possible, at the wait for their group."""
     parts = decoder.parts
     if parts[1] != "async" or "bulk" in parts:
         raise decoder.refuse()
@@ -271,7 +271,7 @@ def copy(decoder: Decoder) -> Step:
 def _copied(
     state: State, mask: Mask, source: Lanes, size: int, given: Reader | None
 ) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.bool_]]:
-    """The source's bytes, zeros behind those that are asked for; and the active threads."""
+    """The source's bytes, followed by zeros up to `size`, and the active threads."""
     active = state.active(mask)
     if given is None:
         return read_global(state, mask, source, size), active

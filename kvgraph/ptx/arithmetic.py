@@ -1,9 +1,9 @@
 """Arithmetic on integers and floating-point numbers (PTX ISA 9.7.1 to 9.7.5).
 
-Float32 results are IEEE's, rounded to nearest even. `fma` multiplies in float64, exactly for
-operands of 32 bits and fewer, and rounds the sum twice (to float64, then to its type): in rare ties
-it is off by one in the last place. Approximations (`.approx`, `.full`, ex2, rsqrt) are NumPy's
-float32 functions, which are closer than the bounds of the ISA.
+Float32 results are those of IEEE 754, rounded to nearest even. `fma` multiplies in float64, exactly
+for operands of at most 32 bits, and rounds the sum twice (to float64, then to its type): in rare
+ties it differs by one in the last place. Approximations (`.approx`, `.full`, ex2, rsqrt) are
+NumPy's float32 functions, which are within the bounds of the ISA.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ PACKED = {
     "s16x2": ("b32", "s16"),
     "u16x2": ("b32", "u16"),
 }
-"""Type of two values in one register -> that register's, and theirs."""
+"""Types of the register and of each value, by the type of two values in one register."""
 PAIRED = ("add", "min", "max")
-"""Of two integers in one register."""
+"""Operations on two integers in one register."""
 
 CANONICAL = {
     TYPES[name]: np.array(bits, f"u{TYPES[name].itemsize}").view(TYPES[name])[()]
@@ -39,25 +39,26 @@ CANONICAL = {
 }
 
 TINY = {kind: ml_dtypes.finfo(kind).smallest_normal for kind in CANONICAL}
-"""Of each floating-point type, the least positive number that is not subnormal."""
+"""The smallest positive normal number of each floating-point type."""
 
 INTEGERS = ("s16", "u16", "s32", "u32", "s64", "u64")
 
 
 def flushed(x: Lanes) -> Lanes:
-    """Subnormal numbers become zeros of their sign (.ftz)."""
+    """Replace subnormal numbers by zeros of their sign (.ftz)."""
     return np.where(np.abs(x) < TINY[x.dtype], np.copysign(x.dtype.type(0), x), x)
 
 
 def canonical(x: Lanes) -> Lanes:
-    """Results that are no numbers have one pattern of bits, 0x7FFFFFFF of float32, on a GPU."""
+    """Replace each NaN by the one bit pattern that a GPU gives (0x7FFFFFFF for float32)."""
     if not np.isnan(np.add.reduce(x, axis=None)):
         return x
     return np.where(np.isnan(x), CANONICAL[x.dtype], x)
 
 
 def _divide(x: Lanes, y: Lanes) -> Lanes:
-    """Toward zero; by zero all bits are set, as the hardware does (the ISA leaves it open)."""
+    """Divide toward zero. Division by zero sets all bits, as the hardware does (the ISA does not
+    define it)."""
     zero = y == 0
     if np.issubdtype(x.dtype, np.floating):
         quotient: Lanes = x / y
@@ -76,7 +77,7 @@ def _remainder(x: Lanes, y: Lanes) -> Lanes:
 
 
 def _smaller(x: Lanes, y: Lanes) -> Lanes:
-    """Of a NaN and a number, the number; of two zeros, the negative one."""
+    """The smaller value: of a NaN and a number the number, of two zeros the negative one."""
     if x.dtype.kind in "iu":
         return np.minimum(x, y)
     bits = f"u{x.dtype.itemsize}"
@@ -84,7 +85,7 @@ def _smaller(x: Lanes, y: Lanes) -> Lanes:
 
 
 def _larger(x: Lanes, y: Lanes) -> Lanes:
-    """Of a NaN and a number, the number; of two zeros, the positive one."""
+    """The larger value: of a NaN and a number the number, of two zeros the positive one."""
     if x.dtype.kind in "iu":
         return np.maximum(x, y)
     bits = f"u{x.dtype.itemsize}"
@@ -134,11 +135,11 @@ ROUNDED = {
     "div": ("rn", "full", "approx"), "ex2": ("approx",), "lg2": ("approx",),
     "sqrt": ("rn", "approx"), "rsqrt": ("approx",), "rcp": ("rn", "approx"), "tanh": ("approx",),
 }  # fmt: skip
-"""Of floats: the roundings and accuracies that are modelled."""
+"""Roundings and accuracies that are modelled for floats, by instruction."""
 
 
 def arithmetic(decoder: Decoder) -> Step:
-    """`op[.modifiers].type d, a[, b[, c]]`."""
+    """Decode `op[.modifiers].type d, a[, b[, c]]`."""
     name, type_ = decoder.parts[0], decoder.type
     if type_ in INTEGERS:
         return _integer(decoder, name, type_)
@@ -162,8 +163,8 @@ def arithmetic(decoder: Decoder) -> Step:
 
 
 def _mixed(decoder: Decoder, type_: str) -> Step:
-    """`op.rn.f32.type d, a[, b], c` with type f16 or bf16: all but the last operand are halves,
-    which float32 holds."""
+    """Decode `op.rn.f32.type d, a[, b], c` with type f16 or bf16: all operands except the last are
+    of this type, which float32 holds exactly."""
     name = decoder.parts[0]
     if name not in ("add", "sub", "fma"):
         raise decoder.refuse()
@@ -194,7 +195,7 @@ def _integer(decoder: Decoder, name: str, type_: str) -> Step:
 
 
 def _product(decoder: Decoder, name: str, type_: str) -> Step:
-    """mul and mad: the low half, the high half, or all of the product (.wide)."""
+    """Decode mul and mad: the low half, the high half, or all of the product (.wide)."""
     part = decoder.parts[1]
     decoder.expect_parts(type_, "lo", "hi", "wide")
     decoder.expect_operands(4 if name == "mad" else 3)
@@ -237,7 +238,7 @@ def _apply(
 
 
 def _packed(decoder: Decoder, function: Callable[..., Lanes], type_: str) -> Step:
-    """Two values in one register, the first in its low half."""
+    """Decode an operation on two values in one register, the first in its low half."""
     whole, inner = PACKED[type_]
     kind = TYPES[inner]
     put = decoder.write(decoder.operands[0])

@@ -1,8 +1,8 @@
-"""Registers that may be read before they are written, found before a kernel runs.
+"""Find registers that may be read before they are written, before a kernel runs.
 
-Only these are watched while it runs. A write under a predicate may not happen, so it does not count
-as one. Registers that no instruction writes are a compiler's way to say that their bits do not
-matter: they are not among them.
+Only these registers are watched while it runs. A write under a predicate may not happen, so it does
+not count. Registers that no instruction writes are left out: compilers use them for values that do
+not matter.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Protocol
 
 
 class Flow(Protocol):
-    """What is asked of an instruction."""
+    """The data of an instruction that the analysis needs."""
 
     reads: frozenset[int]
     writes: frozenset[int]
@@ -22,7 +22,7 @@ class Flow(Protocol):
 
 
 def unassigned_reads(code: Sequence[Flow]) -> frozenset[int]:
-    """Registers with a read that some path reaches without a write."""
+    """Registers with a read that some path reaches without a write before."""
     starts = _starts(code)
     ends = [*starts[1:], len(code)]
     place = {start: index for index, start in enumerate(starts)}
@@ -53,7 +53,7 @@ def unassigned_reads(code: Sequence[Flow]) -> frozenset[int]:
 
 
 def _starts(code: Sequence[Flow]) -> list[int]:
-    """First instructions of the straight parts."""
+    """Indices of the first instructions of basic blocks."""
     found = {0}
     for at, op in enumerate(code):
         if op.kind in ("bra", "ret") and at + 1 < len(code):

@@ -1,4 +1,4 @@
-"""Logic, shifts and bit fields (PTX ISA 9.7.8 and, of integers, 9.7.1)."""
+"""Logic, shifts and bit fields (PTX ISA 9.7.8 and, for integers, 9.7.1)."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def logic(decoder: Decoder) -> Step:
 
 
 def shift(decoder: Decoder) -> Step:
-    """Amounts above the width give zeros, or the sign of a signed number."""
+    """shl and shr: amounts above the width give zeros, or the sign of a signed number."""
     name, type_ = decoder.parts[0], decoder.type
     decoder.expect_parts(*(f"{kind}{bits}" for kind in "bus" for bits in (16, 32, 64)))
     decoder.expect_operands(3)
@@ -56,9 +56,9 @@ def shift(decoder: Decoder) -> Step:
 
 
 def bfe(decoder: Decoder) -> Step:
-    """Bits `[position, position + length)` of a; a signed field is extended by its sign.
+    """bfe: bits `[position, position + length)` of a; a signed field is extended by its sign.
 
-    Bits of a signed number beyond its width are its sign, those of another one are zeros.
+    Bits beyond the width are the sign of a signed number, and zeros of an unsigned number.
     """
     decoder.expect_parts("u32", "s32", "u64", "s64")
     decoder.expect_operands(4)
@@ -84,7 +84,7 @@ def bfe(decoder: Decoder) -> Step:
 
 
 def bfi(decoder: Decoder) -> Step:
-    """The low bits of a, put into b at a position."""
+    """bfi: put the low bits of a into b at a position."""
     decoder.expect_parts("b32", "b64")
     decoder.expect_operands(5)
     type_ = decoder.type
@@ -107,7 +107,7 @@ def bfi(decoder: Decoder) -> Step:
 
 
 def prmt(decoder: Decoder) -> Step:
-    """Four bytes of the eight of a (low) and b; bit 3 of a selector repeats the byte's sign."""
+    """prmt: four of the eight bytes of a (low) and b; bit 3 of a selector repeats a byte's sign."""
     if decoder.parts[1:] != ["b32"]:
         raise decoder.refuse()
     decoder.expect_operands(4)
@@ -130,7 +130,7 @@ def prmt(decoder: Decoder) -> Step:
 
 
 def lop3(decoder: Decoder) -> Step:
-    """Any function of three bits, from its table of eight."""
+    """lop3: any function of three bits, given by its table of eight bits."""
     if decoder.parts[1:] != ["b32"]:
         raise decoder.refuse()
     decoder.expect_operands(5)

@@ -1,4 +1,4 @@
-"""cvt: between integers, floating-point types and packs of two (PTX ISA 9.7.9, `cvt`)."""
+"""cvt: conversion between integers, floats and pairs of floats (PTX ISA 9.7.9, `cvt`)."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ EIGHTS = {
     "e4m3x2": (np.dtype(ml_dtypes.float8_e4m3fn), 448.0),
     "e5m2x2": (np.dtype(ml_dtypes.float8_e5m2), 57344.0),
 }
-"""Type -> of one value, and the largest finite one."""
+"""Dtype of one value, and the largest finite number, by type of a pair."""
 
 ROUNDINGS = {"rni": np.rint, "rzi": np.trunc, "rmi": np.floor, "rpi": np.ceil}
 
 
 def convert(decoder: Decoder) -> Step:
-    """`cvt[.rounding][.ftz][.satfinite].to.from d, a[, b]`."""
+    """Decode `cvt[.rounding][.ftz][.satfinite].to.from d, a[, b]`."""
     to, type_ = decoder.parts[-2], decoder.type
     if to in PAIRS or to in EIGHTS or type_ in EIGHTS:
         return _pair(decoder, to, type_)
@@ -64,7 +64,7 @@ def _function(decoder: Decoder, to: str, type_: str) -> Callable[[Lanes], Lanes]
 
 
 def _to_integer(x: Lanes, kind: Kind, of_nan: Lanes) -> Lanes:
-    """The nearest one in range; `of_nan` of a NaN."""
+    """The nearest integer in range; `of_nan` for a NaN."""
     limits = np.iinfo(kind)
     low, high = float(limits.min), float(limits.max)
     inside = np.clip(x, low, high)
@@ -74,7 +74,7 @@ def _to_integer(x: Lanes, kind: Kind, of_nan: Lanes) -> Lanes:
 
 
 def _stored(decoder: Decoder, to: str) -> Callable[[Lanes], Lanes]:
-    """A result in a wider register is extended, a signed one by its sign (PTX ISA 9.4.1)."""
+    """Function that extends a result to a wider register, by its sign if signed (PTX ISA 9.4.1)."""
     register = decoder.operands[0]
     if not decoder.is_register(register):
         return lambda x: x
@@ -89,7 +89,8 @@ def _stored(decoder: Decoder, to: str) -> Callable[[Lanes], Lanes]:
 
 
 def _pair(decoder: Decoder, to: str, type_: str) -> Step:
-    """Two values in one register; of two operands the second is the low half."""
+    """Decode a conversion of two values in one register; the second of two operands is the low
+    half."""
     put = decoder.write(decoder.operands[0])
     if to in PAIRS and type_ == "f32":
         decoder.expect_parts(to, type_, "rn")

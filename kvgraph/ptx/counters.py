@@ -1,4 +1,4 @@
-"""What a run did: instructions by family, global and shared memory, matrix products."""
+"""Counters of a run: instructions by family, global and shared memory, matrix products."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ BANKS, BANK_BYTES = 32, 4
 
 @dataclass
 class Traffic:
-    """Of one buffer. `sectors` of 32 bytes that requests of a warp touch, `ideal` the fewest that
-    hold their distinct bytes."""
+    """Traffic of one buffer. `sectors`: 32-byte sectors that requests of warps touch. `ideal`: the
+    fewest sectors that hold their distinct bytes."""
 
     requests: int = 0
     sectors: int = 0
@@ -28,9 +28,9 @@ class Traffic:
 
 @dataclass
 class Counters:
-    """`instructions`: family -> times that a warp executed one. `mma`: multiply-adds of matrix
-    instructions. `wavefronts`: passes that shared memory needs for `shared_requests`, one each
-    where no two threads meet in a bank. Traffic and wavefronts are counted with `profile` only.
+    """Counters of a run. `instructions`: executed by a warp, by family. `mma`: multiply-adds of
+    matrix instructions. `wavefronts`: passes of shared memory for `shared_requests`, more than
+    `ideal_wavefronts` if there are bank conflicts. Traffic and wavefronts need `profile`.
     """
 
     profile: bool = False
@@ -49,7 +49,7 @@ class Counters:
         width: int,
         mask: npt.NDArray[np.bool_] | None,
     ) -> None:
-        """Requests of whole warps, `[warps, 32]`."""
+        """Count the requests of warps, `addresses [warps, 32]`, of `width` bytes per thread."""
         far = np.iinfo(np.int64).max
         at = addresses.astype(np.int64)
         if mask is not None:
@@ -65,7 +65,7 @@ class Counters:
         width: int,
         mask: npt.NDArray[np.bool_] | None,
     ) -> None:
-        """A request is served in parts of 128 bytes: 32, 16 or 8 threads at once."""
+        """Count requests, each served in parts of 128 bytes: 32, 16 or 8 threads at once."""
         words = max(width // BANK_BYTES, 1)
         at = addresses // BANK_BYTES
         if mask is not None:
@@ -83,7 +83,7 @@ class Counters:
 
 
 def _distinct(values: npt.NDArray[np.int64], nothing: int) -> npt.NDArray[np.int64]:
-    """Distinct values of each row but `nothing`, which is the largest."""
+    """Number of distinct values of each row, without `nothing`, the largest value."""
     ordered = np.sort(values, axis=1)
     fresh = np.ones(ordered.shape, bool)
     fresh[:, 1:] = ordered[:, 1:] != ordered[:, :-1]
@@ -92,7 +92,7 @@ def _distinct(values: npt.NDArray[np.int64], nothing: int) -> npt.NDArray[np.int
 
 
 def _ways(words: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """Most distinct words in one bank, of each row."""
+    """Most distinct words in one bank, for each row."""
     ordered = np.sort(words, axis=1)
     fresh = ordered >= 0
     fresh[:, 1:] &= ordered[:, 1:] != ordered[:, :-1]

@@ -1,9 +1,9 @@
-"""Runs a kernel: blocks in batches, warps in lock-step where they are at the same place.
+"""Run a kernel: blocks in batches, and warps at the same instruction in lock-step.
 
 decode          each instruction once, into a function over all lanes of a batch
 batch           as many blocks as fit, their warps as rows of one array
 schedule        the threads at the lowest place go first, and join others that they reach
-barrier         threads wait until all of their block are there
+barrier         threads wait until all threads of their block have reached it
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from kvgraph.ptx.state import LANES, FaultError, Mask, State
 
 BATCH_WARPS = 256
 BATCH_BYTES = 64 << 20
-"""Most warps, and bytes of shared memory, that run at once."""
+"""Most warps, and most bytes of shared memory, of a batch."""
 
 MOST_STEPS = 200_000_000
-"""Instructions of a batch after which a kernel is taken to run forever."""
+"""Most instructions of a batch; a kernel with more is assumed to run forever."""
 
 
 def run(
@@ -44,12 +44,13 @@ def run(
 ) -> Counters:
     """Execute `grid` blocks of `threads` threads over `memory`, whose arrays it changes.
 
-    `arguments` by parameter (addresses and integers; of floats, their bits), `shared` dynamic bytes
-    of shared memory. `order`: a seed of random turns of warps between barriers; None: in step.
-    `checks`: races, bytes and registers that were never written. `profile`: traffic and bank
-    conflicts are counted. `blocks`: those of the grid to run (None: all).
+    `arguments`: one per parameter (addresses, integers, or the bits of floats). `shared`: bytes of
+    dynamic shared memory. `order`: seed of a random order of warps between barriers; None: in step.
+    `checks`: find races, and reads of bytes and registers that were never written. `profile`: count
+    traffic and bank conflicts. `blocks`: blocks of the grid to run (None: all).
 
-    KernelFaultError: what the kernel did wrong, where. KernelError: a launch that does not fit it.
+    KernelFaultError names a fault of the kernel and its place. KernelError: arguments or sizes that
+    do not fit the kernel.
     """
     _require_launch(kernel, grid, threads, arguments)
     program = program_of(kernel)
@@ -95,7 +96,7 @@ def _blocks(grid: tuple[int, int, int]) -> list[tuple[int, int, int]]:
 
 
 class _Batch:
-    """Blocks that run together until all of their threads are at the end."""
+    """Blocks that run together until all their threads have ended."""
 
     def __init__(
         self,
@@ -115,7 +116,7 @@ class _Batch:
             state.registers.append(np.broadcast_to(fill, state.shape))
         state.defined = {slot: np.zeros(state.shape, bool) for slot in self._doubtful}
         self._waiting: dict[tuple[int, int], npt.NDArray[np.bool_]] = {}
-        """Barrier and place behind it -> threads."""
+        """Waiting threads, by barrier and the place after it."""
         self._ended = np.zeros(state.shape, bool)
         self._steps = 0
 
@@ -130,7 +131,7 @@ class _Batch:
     def _turns_of(
         self, ready: dict[int, npt.NDArray[np.bool_]]
     ) -> list[dict[int, npt.NDArray[np.bool_]]]:
-        """All at once; or in a random order of each block's warps."""
+        """Split ready threads into turns: one turn, or a random order of each block's warps."""
         if not ready or self._turns is None:
             return [ready] if ready else []
         state, unit = self._state, self._program.unit
@@ -144,7 +145,7 @@ class _Batch:
         return [turn for turn in turns if turn]
 
     def _released(self) -> dict[int, npt.NDArray[np.bool_]]:
-        """Threads whose barrier all threads of their block have reached."""
+        """Release the threads of each block that has reached a barrier with all its threads."""
         state = self._state
         if not self._waiting:
             return {}
@@ -180,7 +181,7 @@ class _Batch:
         return ready
 
     def _run(self, ready: dict[int, npt.NDArray[np.bool_]]) -> None:
-        """Until every thread of `ready` waits or is at its end."""
+        """Run until every thread of `ready` waits or has ended."""
         everyone = self._state.shape[0] * LANES
         while ready:
             place = min(ready)
@@ -189,7 +190,7 @@ class _Batch:
             self._straight(place, mask, ready)
 
     def _straight(self, place: int, mask: Mask, ready: dict[int, npt.NDArray[np.bool_]]) -> None:
-        """From `place` on, until another group is to go first, or these threads wait or end."""
+        """Run from `place` on, until another group must go first, or these threads wait or end."""
         state, operations = self._state, self._program.operations
         counts = state.counters.instructions
         registers = state.registers
@@ -247,8 +248,8 @@ class _Batch:
         taken: Mask,
         ready: dict[int, npt.NDArray[np.bool_]],
     ) -> int:
-        """Threads that branch, wait or end, and the rest behind; -1: all of them are in their
-        places."""
+        """Record the threads that branch, wait or end, and the rest at the next place. Returns
+        -1."""
         state = self._state
         there = state.active(taken)
         rest = state.active(mask) & ~there
@@ -281,7 +282,7 @@ class _Batch:
             self._state.defined[slot] |= self._state.active(mask)
 
     def _require_copies_waited(self) -> None:
-        """A copy that nobody waited for may land in the memory of the next block."""
+        """Raise if a copy was never waited for: it could write to the memory of the next block."""
         if self._state.copies.issued and self._state.shared.checks:
             raise KernelFaultError(
                 f"{self._kernel.name}: expected a wait for every asynchronous copy, got "
@@ -289,7 +290,7 @@ class _Batch:
             )
 
     def _fault(self, place: int, fault: FaultError, mask: Mask) -> KernelFaultError:
-        """With the instruction, its line, and the first thread that it concerns."""
+        """The KernelFaultError with the instruction, its line, and the first thread concerned."""
         state, said = self._state, self._program.operations[place].said
         lanes = state.active(mask) if fault.lanes is None else fault.lanes
         row, lane = np.argwhere(lanes)[0] if lanes.any() else (0, 0)

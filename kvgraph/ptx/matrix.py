@@ -1,6 +1,6 @@
 """Matrices of a warp: ldmatrix, stmatrix and mma.sync (PTX ISA 9.7.14: fragments by lane).
 
-Products are exact and sums are float32's, in an order of their own: hardware sums in yet another.
+Products are exact. Sums are in float32, in NumPy's order, which differs from the hardware's.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ DEPTHS = {"f16": (8, 16), "bf16": (8, 16), "e4m3": (32,), "e5m2": (32,), "s8": (
 
 
 def whole_warps(state: State, mask: Mask) -> npt.NDArray[np.intp]:
-    """The warps that take the step; FaultError where a part of one does."""
+    """Indices of the warps that take the step; FaultError if only a part of a warp does."""
     if mask is None:
         return np.arange(state.shape[0])
     every = np.logical_and.reduce(mask, axis=1)
@@ -43,7 +43,7 @@ def whole_warps(state: State, mask: Mask) -> npt.NDArray[np.intp]:
 
 
 def ldmatrix(decoder: Decoder) -> Step:
-    """8 x 8 matrices of 16 bits, whose rows' addresses lanes 0-7, 8-15, ... give."""
+    """ldmatrix: load 8 x 8 matrices of 16 bits; lanes 0-7, 8-15, ... give the rows' addresses."""
     count, transposed = _shape(decoder)
     puts = [decoder.write(name) for name in decoder.vector(decoder.operands[0])]
     address = decoder.address(decoder.operands[1], "u32")
@@ -70,7 +70,7 @@ def ldmatrix(decoder: Decoder) -> Step:
 
 
 def stmatrix(decoder: Decoder) -> Step:
-    """The reverse of ldmatrix."""
+    """stmatrix: store 8 x 8 matrices of 16 bits, the reverse of ldmatrix."""
     count, transposed = _shape(decoder)
     readers = [decoder.read(name, "b32") for name in decoder.vector(decoder.operands[1])]
     address = decoder.address(decoder.operands[0], "u32")
@@ -107,7 +107,7 @@ def _shape(decoder: Decoder) -> tuple[int, bool]:
 def _places(
     state: State, warps: npt.NDArray[np.intp], address: Lanes, count: int
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """Of the rows, `[warps, 8 * count]`; checked."""
+    """Check the rows' addresses; return their places `[warps, 8 * count]` and warps' codes."""
     rows = np.broadcast_to(address, state.shape)[warps, : 8 * count]
     if state.counters.profile:
         state.counters.shared_access(rows, ROW_BYTES, None)
@@ -134,7 +134,7 @@ def _fault(state: State, warps: npt.NDArray[np.intp], count: int, error: RaceErr
 
 
 def spread(state: State, warps: npt.NDArray[np.intp], values: Lanes) -> Lanes:
-    """Values of some warps -> of all; zeros for the others."""
+    """Values of all warps, from the values of some; zeros for the others."""
     if len(warps) == state.shape[0]:
         return values
     out = np.zeros(state.shape, values.dtype)
@@ -143,8 +143,8 @@ def spread(state: State, warps: npt.NDArray[np.intp], values: Lanes) -> Lanes:
 
 
 def mma(decoder: Decoder) -> Step:
-    """`mma.sync.aligned.m16n8kK.row.col{.satfinite}.d.a.b.c {D}, {A}, {B}, {C}`; `satfinite`:
-    whole sums end at those of int32."""
+    """Decode `mma.sync.aligned.m16n8kK.row.col{.satfinite}.d.a.b.c {D}, {A}, {B}, {C}`.
+    `satfinite`: sums of integers are clamped to int32."""
     parts, saturates = list(decoder.parts), decoder.parts[6:7] == ["satfinite"]
     if saturates:
         del parts[6]
@@ -196,13 +196,14 @@ def mma(decoder: Decoder) -> Step:
 
 
 def elements(read: Reader, state: State, warps: npt.NDArray[np.intp], kind: Kind) -> Lanes:
-    """A register's elements, `[warps, 32, elements]`."""
+    """Elements of a register, `[warps, 32, elements]`."""
     values = np.ascontiguousarray(np.broadcast_to(read(state), state.shape)[warps])
     return values.view(kind).reshape(len(warps), LANES, -1)
 
 
 def fragment_a(registers: list[Lanes], depth: int) -> Lanes:
-    """A's registers -> `[warps, 16, depth]`: register i has rows of half i % 2, columns i // 2."""
+    """Matrix A `[warps, 16, depth]` from its registers: register i has rows of half i % 2 and
+    columns of part i // 2."""
     per = registers[0].shape[-1]
     out = np.empty((len(registers[0]), 16, depth), registers[0].dtype)
     for i, values in enumerate(registers):
@@ -212,7 +213,7 @@ def fragment_a(registers: list[Lanes], depth: int) -> Lanes:
 
 
 def _fragment_b(registers: list[Lanes], depth: int) -> Lanes:
-    """B's registers -> `[warps, depth, 8]`."""
+    """Matrix B `[warps, depth, 8]` from its registers."""
     per = registers[0].shape[-1]
     out = np.empty((len(registers[0]), depth, 8), registers[0].dtype)
     for i, values in enumerate(registers):

@@ -1,4 +1,4 @@
-"""Device memory: separate buffers with bounds; arrays of the host are their bytes."""
+"""Device memory: separate buffers with bounds, over the bytes of host arrays."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ FIRST, GAP, ALIGNED = 1 << 40, 1 << 16, 256
 
 
 class AccessError(Exception):
-    """An address that is in no buffer; `lanes` are the places in the array of addresses."""
+    """An address outside of all buffers. `lanes`: its places in the array of addresses."""
 
     def __init__(self, sentence: str, lanes: npt.NDArray[np.bool_]) -> None:
         super().__init__(sentence)
@@ -25,7 +25,7 @@ class AccessError(Exception):
 
 @dataclass(order=True)
 class Buffer:
-    """Bytes `[size]` at `address`; `views` by width share them."""
+    """Bytes `raw [size]` at `address`. `views`: views of the bytes, by width of an element."""
 
     address: int
     name: str = field(compare=False)
@@ -37,7 +37,8 @@ class Buffer:
         return self.address + self.raw.size
 
     def view(self, width: int) -> Array | None:
-        """Elements of `width` bytes; of 16, rows `[n, 4]` of 4. None where they are not aligned."""
+        """View as elements of `width` bytes; for 16, rows `[n, 4]` of 4 bytes each. None if they
+        are not aligned."""
         if self.address % width:
             return None
         if width not in self.views:
@@ -48,25 +49,27 @@ class Buffer:
 
 
 Parts: TypeAlias = list[tuple[Buffer, npt.NDArray[np.bool_] | None]]
-"""Buffers, each with the accesses that are in it (None: all)."""
+"""Buffers, each with the mask of the accesses in it (None: all)."""
 
 
 class Memory:
-    """What a kernel's pointers lead to. A run writes into the arrays themselves."""
+    """Memory of a kernel's pointers. A run writes into the added arrays themselves."""
 
     def __init__(self) -> None:
         self._buffers: list[Buffer] = []
         self._next = FIRST
 
     def add(self, array: Array, name: str) -> int:
-        """The device address of a C-contiguous array, aligned to 256; buffers are far apart."""
+        """Add a C-contiguous array; return its device address, a multiple of 256. Buffers are at
+        least 64 KiB apart."""
         address = self._next
         self._next += -(-(array.nbytes + GAP) // ALIGNED) * ALIGNED
         self.map(address, array, name)
         return address
 
     def map(self, address: int, array: Array, name: str) -> None:
-        """The same at an address of the caller's. KernelError where another buffer is there."""
+        """Add an array at an address that the caller chooses. KernelError if another buffer is
+        there."""
         if not array.flags.c_contiguous:
             raise KernelError(f"{name}: expected a C-contiguous array, got strides {array.strides}")
         raw = array.reshape(-1).view(np.uint8) if array.size else np.empty(0, np.uint8)
@@ -79,7 +82,7 @@ class Memory:
         insort(self._buffers, Buffer(address, name, raw))
 
     def remove(self, address: int) -> None:
-        """Forget the buffer at `address`; KernelError where none begins there."""
+        """Remove the buffer at `address`; KernelError if none begins there."""
         for at, buffer in enumerate(self._buffers):
             if buffer.address == address:
                 del self._buffers[at]
@@ -87,9 +90,9 @@ class Memory:
         raise KernelError(f"{address:#x}: expected the address of a buffer, got none")
 
     def parts(self, addresses: npt.NDArray[np.uint64], width: int) -> Parts:
-        """The buffers of accesses of `width` bytes, flat, each with its part (None: all).
+        """Buffers of flat accesses of `width` bytes, each with the mask of accesses (None: all).
 
-        AccessError for an access that is not inside of one buffer.
+        AccessError for an access that is not inside one buffer.
         """
         low, high = int(addresses.min()), int(addresses.max())
         at = bisect_right(self._buffers, low, key=lambda buffer: buffer.address) - 1
@@ -114,7 +117,7 @@ class Memory:
         return found
 
     def _nearest(self, address: int, width: int) -> str:
-        """Where an access is that is in no buffer."""
+        """Error text for an access outside of all buffers."""
         if not self._buffers:
             return f"expected a buffer at {address:#x}, got none"
         near = min(

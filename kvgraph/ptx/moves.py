@@ -17,13 +17,13 @@ COMPARISONS: dict[str, Callable[..., Lanes]] = {
     "lo": np.less, "ls": np.less_equal, "hi": np.greater, "hs": np.greater_equal,
 }  # fmt: skip
 UNORDERED = {f"{name}u": name for name in ("eq", "ne", "lt", "le", "gt", "ge")}
-"""Comparisons that are also true where an operand is no number."""
+"""Comparisons that are also true if an operand is NaN."""
 
 BOOLEAN = {"and": np.logical_and, "or": np.logical_or, "xor": np.logical_xor}
 
 
 def setp(decoder: Decoder) -> Step:
-    """`setp.comparison[.boolean].type p[|q], a, b[, c]`."""
+    """Decode `setp.comparison[.boolean].type p[|q], a, b[, c]`."""
     type_ = decoder.type
     compared = decoder.parts[1]
     extra = [part for part in decoder.parts[2:-1] if part != "ftz"]
@@ -75,7 +75,7 @@ def selp(decoder: Decoder) -> Step:
 
 
 def mov(decoder: Decoder) -> Step:
-    """A value, the address of a symbol, or a register from or to its parts."""
+    """mov: a value, the address of a symbol, or a register from or to its parts."""
     decoder.expect_operands(2)
     type_ = decoder.type
     decoder.expect_parts(type_)
@@ -119,7 +119,7 @@ def _parted(decoder: Decoder, parts: list[str], type_: str) -> Step:
 
 
 def shfl(decoder: Decoder) -> Step:
-    """Lane i takes the value of another of its warp; beyond its segment it keeps its own."""
+    """shfl: lane i takes the value of another lane; outside its segment it keeps its own."""
     parts = decoder.parts
     if parts[1] != "sync" or parts[2] not in ("bfly", "idx", "up", "down") or parts[3:] != ["b32"]:
         raise decoder.refuse()
@@ -166,9 +166,9 @@ def _require_active(mask: Lanes, source: Lanes) -> None:
 
 
 def require_members(state: State, mask: Mask, members: Reader) -> None:
-    """FaultError unless each thread that is here is in its member mask, and all of that are here.
+    """Raise FaultError unless the active threads of a warp are exactly those of their member masks.
 
-    Masks of threads that are not here do not count: their registers may hold anything.
+    Masks of inactive threads are ignored: their registers may hold any value.
     """
     here = state.active(mask)
     named = np.where(here, members(state).astype(np.uint32), np.uint32(0))
@@ -183,12 +183,12 @@ def require_members(state: State, mask: Mask, members: Reader) -> None:
 
 
 def _has_lane(state: State, members: Lanes) -> Lanes:
-    """Whether a member mask names the lane that it is looked at from."""
+    """Whether each lane is in the member mask that it holds."""
     return (members >> state.lane & np.uint32(1)).astype(bool)
 
 
 def vote(decoder: Decoder) -> Step:
-    """all, any, uni and ballot over the threads of a warp that are here."""
+    """vote: all, any, uni and ballot over the active threads of a warp."""
     parts = decoder.parts
     if parts[1] != "sync" or parts[2] not in ("all", "any", "uni", "ballot"):
         raise decoder.refuse()
@@ -228,7 +228,7 @@ REDUCTIONS: dict[str, Callable[..., Lanes]] = {
 
 
 def redux(decoder: Decoder) -> Step:
-    """One value of all threads of the member mask; of floats, the least or the largest number."""
+    """redux: one value of all threads of the member mask; for floats only min and max."""
     parts, type_ = decoder.parts, decoder.type
     if len(parts) != 4 or parts[1] != "sync" or parts[2] not in REDUCTIONS:
         raise decoder.refuse()

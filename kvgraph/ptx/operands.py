@@ -1,4 +1,4 @@
-"""Operands -> readers and writers of lanes, decoded once (PTX ISA 6: operands and types)."""
+"""Readers and writers of lanes for operands, decoded once (PTX ISA 6: operands and types)."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ TYPES: dict[str, Kind] = {
     "f32": np.dtype(np.float32),
     "f64": np.dtype(np.float64),
 }
-"""PTX type -> dtype of a lane."""
+"""Dtype of a lane, by PTX type."""
 
 ADDRESS = re.compile(r"\[\s*([%$\w.#]+)\s*(?:\+\s*(-?\w+))?\s*\]")
 FLOAT = re.compile(r"0([fFdD])([0-9a-fA-F]+)")
@@ -35,7 +35,7 @@ Writer: TypeAlias = Callable[[State, Lanes, Mask], None]
 
 
 class Decoder:
-    """Readers and writers of one instruction; what it reads and writes is noted on the way."""
+    """Makes readers and writers of one instruction; records the registers it reads and writes."""
 
     def __init__(self, kernel: Kernel, slots: dict[str, int], instruction: Instruction) -> None:
         self.kernel = kernel
@@ -48,7 +48,7 @@ class Decoder:
 
     @property
     def type(self) -> str:
-        """The last part of the opcode."""
+        """The instruction's type: the last part of the opcode."""
         return self.parts[-1]
 
     def refuse(self, what: str = "an instruction that is modelled") -> KernelError:
@@ -58,7 +58,7 @@ class Decoder:
         )
 
     def expect_parts(self, *known: str) -> None:
-        """KernelError for a modifier that is not among `known`."""
+        """Raise KernelError for a modifier that is not among `known`."""
         for part in self.parts[1:]:
             if part not in known:
                 raise self.refuse(f"modifiers of {self.parts[0]} that are modelled")
@@ -76,7 +76,7 @@ class Decoder:
         return self._slots[operand]
 
     def read(self, operand: str, type_: str) -> Reader:
-        """Lanes of `operand` as `type_`, whose size is the register's or less."""
+        """Reader of the lanes of `operand` as `type_`, which is at most as wide as the register."""
         kind = TYPES.get(type_)
         if kind is None:
             raise self.refuse("a type that is modelled")
@@ -121,7 +121,7 @@ class Decoder:
         return read
 
     def number(self, text: str, type_: str) -> Lanes:
-        """A constant of `type_`; integers wrap (PTX ISA 4.5)."""
+        """The constant `text` as `type_`; integers wrap (PTX ISA 4.5)."""
         kind = TYPES[type_]
         if match := FLOAT.fullmatch(text):
             code = "f" if match[1] in "fF" else "d"
@@ -139,7 +139,7 @@ class Decoder:
         return bits.view(kind)
 
     def write(self, operand: str) -> Writer:
-        """Stores lanes of the register's size; a value of one lane is of every lane."""
+        """Writer of lanes to register `operand`; a value of one lane is stored in all lanes."""
         if operand == "_":
             return lambda s, value, mask: None
         slot = self.slot(operand)
@@ -160,12 +160,13 @@ class Decoder:
         return put
 
     def vector(self, operand: str) -> list[str]:
-        """`{a, b}` -> its parts; another operand is one part."""
+        """Parts of the operand `{a, b}`; any other operand is one part."""
         inner = operand.strip()
         return split(inner[1:-1]) if inner.startswith("{") else [inner]
 
     def address(self, operand: str, type_: str) -> Reader:
-        """`[register + number]`: addresses, int64 of shared memory (u32), else uint64 (u64)."""
+        """Reader of the addresses `[register + number]`: int64 for shared memory (u32), uint64 for
+        u64."""
         match = ADDRESS.fullmatch(operand)
         if match is None:
             raise self.refuse(f"an address instead of {operand!r}")

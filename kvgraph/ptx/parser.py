@@ -1,7 +1,7 @@
-"""PTX text -> kernels: statements, their operands and labels (PTX ISA, sections 4 and 5).
+"""Parse PTX text into kernels: statements, operands and labels (PTX ISA, sections 4 and 5).
 
-What is read is what compilers write for one entry point a kernel: no functions, no module variables
-but shared memory and constant bytes that nothing reads.
+It reads PTX as compilers write it for entry points: no functions, and no module variables except
+shared memory and unused constant bytes.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ DECLARED = re.compile(r"\.reg\s+\.(\w+)\s+(.*)", re.S)
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """`type` is a PTX type such as "u64", `size` in bytes."""
+    """A kernel parameter. `type`: PTX type such as "u64". `size`: bytes."""
 
     name: str
     type: str
@@ -31,7 +31,8 @@ class Parameter:
 
 @dataclass(frozen=True, slots=True)
 class Instruction:
-    """`guard`: the predicate register of `@p`, `negated` for `@!p`; `line` of the text, from 1."""
+    """One instruction. `guard`: predicate register of `@p`; `negated`: for `@!p`. `line`: line of
+    the text, from 1."""
 
     opcode: str
     operands: tuple[str, ...]
@@ -43,9 +44,9 @@ class Instruction:
 
 @dataclass(frozen=True)
 class Kernel:
-    """An entry point. `threads`: of a block, where `.reqntid` says so; `shared`: its static bytes.
-
-    `registers`: name -> type (pred, b16, b32, b64). `symbols`: name -> offset in shared memory.
+    """An entry point. `threads`: threads of a block, if `.reqntid` sets them. `shared`: bytes of
+    static shared memory. `registers`: type (pred, b16, b32, b64) by name. `symbols`: offset in
+    shared memory by name.
     """
 
     name: str
@@ -67,7 +68,7 @@ class Module:
 
 
 def parse(text: str) -> Module:
-    """KernelError, with the line, for a text that is cut, or that holds what is not read."""
+    """Parse a module; KernelError if the text is cut or has unsupported statements."""
     text = re.sub(r"//[^\n]*", "", text)
     head = HEAD.search(text)
     if head is None:
@@ -97,7 +98,7 @@ def parse(text: str) -> Module:
 
 
 def _end(text: str, start: int, name: str) -> int:
-    """Behind the brace that closes the one before `start`."""
+    """Position after the brace that closes the brace before `start`."""
     depth = 1
     for brace in re.finditer(r"[{}]", text[start:]):
         depth += 1 if brace[0] == "{" else -1
@@ -117,9 +118,9 @@ def _parameters(text: str, kernel: str) -> list[Parameter]:
 
 
 def _shared(text: str) -> tuple[dict[str, int], int]:
-    """Offsets of the module's shared arrays, and the bytes of the sized ones.
+    """Offsets of the module's shared arrays, and the bytes of all arrays with a size.
 
-    The dynamic array, which has no size, begins behind them.
+    The dynamic array, which has no size, begins after them.
     """
     symbols: dict[str, int] = {}
     dynamic, end = [], 0
@@ -136,7 +137,7 @@ def _shared(text: str) -> tuple[dict[str, int], int]:
 
 
 class _Body:
-    """The statements between the braces of a kernel; names of inner scopes become their own."""
+    """Statements between the braces of a kernel; names of inner scopes become unique."""
 
     def __init__(self, text: str, start: int, end: int) -> None:
         self.code: list[Instruction] = []
@@ -149,7 +150,7 @@ class _Body:
             at = self._statement(text, at, end)
 
     def _statement(self, text: str, at: int, end: int) -> int:
-        """Read one statement; the place behind it."""
+        """Read one statement; return the position after it."""
         if text[at].isspace() or text[at] == ";":
             return at + 1
         if text[at] == "{":
@@ -176,7 +177,7 @@ class _Body:
         return stop + 1
 
     def _label(self, name: str) -> str:
-        """Labels of an inner scope are its own; compilers' begin with `$`."""
+        """Unique name of a label; labels that begin with `$`, as compilers write, are unique."""
         is_outer = len(self._scopes) == 1 or name.startswith("$")
         return name if is_outer else f"{name}#{self._num_scopes}"
 
@@ -203,7 +204,7 @@ class _Body:
         return Instruction(match[3], tuple(operands), guard, match[1] == "!", line, said)
 
     def _named(self, operand: str) -> str:
-        """With the names of this scope's registers and labels."""
+        """An operand with the unique names of this scope's registers and labels."""
         if len(self._scopes) > 1 and re.fullmatch(r"[A-Za-z_]\w*", operand):
             found = self._known(operand)
             return self._label(operand) if found == operand and operand != "_" else found
@@ -217,7 +218,7 @@ class _Body:
 
 
 def split(text: str) -> list[str]:
-    """Operands between commas; those in braces and brackets stay together."""
+    """Split operands at commas, but not inside braces and brackets."""
     parts, depth, current = [], 0, ""
     for character in text:
         depth += (character in "{[") - (character in "}]")

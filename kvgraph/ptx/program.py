@@ -1,6 +1,6 @@
-"""A kernel decoded: each instruction is a function over all lanes of a batch.
+"""A decoded kernel: each instruction is a function over all lanes of a batch.
 
-FAMILIES has what decodes each opcode; branches and barriers are the machine's own.
+FAMILIES has the decoder of each opcode; the machine itself executes branches and barriers.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ FAMILIES = {
     for part in (arithmetic, bits, convert, moves, access, matrix, warpgroup)
     for name, decode in part.FAMILY.items()
 }
-"""First part of an opcode -> its family, and what decodes it."""
+"""Family and decoder of an opcode, by its first part."""
 
 KEPT = 64
-"""Programs that are kept, of the kernels that were run last."""
+"""Most programs that are cached."""
 
 
 @dataclass(slots=True)
 class Operation:
-    """A decoded instruction. `step`: None for control flow, which `kind` names."""
+    """A decoded instruction. `step`: None for control flow; `kind` is then its kind."""
 
     said: Instruction
     family: str
@@ -42,10 +42,10 @@ class Operation:
 class Program:
     operations: list[Operation]
     kinds: list[Kind]
-    """Of each register."""
+    """Dtype of each register."""
     granule: int
     unit: int
-    """Warps that step together in a random schedule: 4 where products of four warps are."""
+    """Warps that run together in a random schedule: 4 if there are products of four warps."""
     doubtful: frozenset[int]
     """Registers that may be read before they are written."""
 
@@ -54,7 +54,7 @@ _KNOWN: dict[int, tuple[Kernel, Program]] = {}
 
 
 def program_of(kernel: Kernel) -> Program:
-    """Decoded once for each kernel."""
+    """The program of a kernel; each kernel is decoded once while it is cached."""
     found = _KNOWN.get(id(kernel))
     if found is None or found[0] is not kernel:
         if len(_KNOWN) >= KEPT:
@@ -97,7 +97,7 @@ def _operation(kernel: Kernel, slots: dict[str, int], said: Instruction) -> Oper
 
 
 def _control(decoder: Decoder, made: Operation) -> None:
-    """Branches and barriers (PTX ISA 9.7.12 and 9.7.13)."""
+    """Decode branches and barriers (PTX ISA 9.7.12 and 9.7.13)."""
     name, parts = decoder.parts[0], decoder.parts[1:]
     if name == "bra":
         decoder.expect_parts("uni")
@@ -131,7 +131,7 @@ def _granule(kernel: Kernel) -> int:
 
 
 def _guard_products(kernel: Kernel, slots: dict[str, int], operations: list[Operation]) -> None:
-    """Watch the registers of products of four warps in all other instructions."""
+    """Check, in all other instructions, the use of registers of products of four warps."""
     products = [op for op in operations if op.said.opcode.startswith("wgmma.mma_async")]
     accumulators = frozenset().union(*(op.writes for op in products)) if products else frozenset()
     inputs = (

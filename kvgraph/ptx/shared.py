@@ -1,9 +1,9 @@
-"""Shared memory of a batch of blocks, and who used which bytes since the last barrier.
+"""Shared memory of a batch of blocks, and its users since the last barrier.
 
-Checked by granule (the narrowest store of the kernel, at most 4 bytes). Time is the number of
-barriers that a block has passed, its epoch. Two warps that use a granule in one epoch, one of them
-writing, race: in either order, as no barrier keeps them apart. Threads of one warp are taken to run
-in step.
+It is checked by granule (the narrowest store of the kernel, at most 4 bytes). The epoch of a block
+is the number of barriers that it has passed. Two warps that use a granule in one epoch race if one
+of them writes, in either order, since no barrier separates them. Threads of one warp are assumed
+to run in step.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import numpy.typing as npt
 from kvgraph.contract.dims import Array
 
 SEVERAL = 63
-"""Instead of a warp: more than one read the granule in this epoch."""
+"""Stands for a warp if more than one warp read the granule in this epoch."""
 
 POISON = 0xFF
 
@@ -24,7 +24,7 @@ Places: TypeAlias = npt.NDArray[np.int64]
 
 
 class RaceError(Exception):
-    """A use of shared memory that is wrong; `lanes` are the places in the array of uses."""
+    """A wrong use of shared memory. `lanes`: its places in the array of uses."""
 
     def __init__(self, sentence: str, lanes: npt.NDArray[np.bool_]) -> None:
         super().__init__(sentence)
@@ -32,7 +32,8 @@ class RaceError(Exception):
 
 
 class Shared:
-    """`blocks` times `size` bytes; a place is an address plus `offset` of its block."""
+    """Shared memory: `blocks` times `size` bytes. A place is an address plus the offset of its
+    block, a multiple of `stride`."""
 
     def __init__(self, blocks: int, size: int, granule: int, *, checks: bool) -> None:
         self.size = size
@@ -54,7 +55,7 @@ class Shared:
         self.fenced = np.zeros(count, bool)
 
     def granules(self, places: Places, width: int) -> Places:
-        """Of each place, `[..., width / granule]`."""
+        """Granules of each place, `[..., width / granule]`."""
         first = places // self._granule
         count = max(width // self._granule, 1)
         return first[..., None] + np.arange(count) if count > 1 else first[..., None]
@@ -69,7 +70,7 @@ class Shared:
             )
 
     def read(self, places: Places, width: int, code: npt.NDArray[np.int64]) -> None:
-        """Check a read of flat `places` by the threads of `code`."""
+        """Check a read of flat `places` by threads of the warps `code`."""
         at = self.granules(places, width)
         code = code[:, None]
         self._expect(self._known[at], "bytes that were written", "some that were not")
@@ -98,7 +99,7 @@ class Shared:
         code: npt.NDArray[np.int64],
         data: npt.NDArray[np.uint8],
     ) -> None:
-        """Check and do a write of `data [threads, width]`."""
+        """Check and carry out a write of `data [threads, width]`."""
         if not self.checks:
             self._put(places, width, data)
             return
@@ -137,7 +138,8 @@ class Shared:
         )
 
     def begin_copy(self, places: Places, width: int, code: npt.NDArray[np.int64]) -> None:
-        """An asynchronous copy to `places` is issued: it may land at any time until its wait."""
+        """Check and begin an asynchronous copy to `places`: it may write at any time until its
+        wait."""
         if self.checks:
             at, mine = self.granules(places, width), code[:, None]
             self._require_free(at, mine)
@@ -161,15 +163,15 @@ class Shared:
         self.write(places, width, code, data)
 
     def fence(self, block: int, code: npt.NDArray[np.int64]) -> None:
-        """What warps of `code` wrote, and all had before the last barrier, is seen by the
-        asynchronous proxy."""
+        """Make writes visible to the asynchronous proxy: those of warps `code`, and all writes
+        before the last barrier."""
         count = self.stride // self._granule
         part = slice(block * count, (block + 1) * count)
         writer = self._writer[part]
         self.fenced[part] |= (writer >> 6 < code.min() >> 6) | np.isin(writer, code)
 
     def begin_product(self, at: Places, code: npt.NDArray[np.int64]) -> None:
-        """Check the reads of a matrix product; no one may write there until its wait."""
+        """Check the reads of a matrix product; no thread may write there until its wait."""
         self.read_granules(at, code)
         self._expect(
             self.fenced[at],
@@ -182,7 +184,7 @@ class Shared:
         self.read(at * self._granule, self._granule, code)
 
     def end_product(self, at: Places, others: Places) -> None:
-        """`others` are still read by products that are under way."""
+        """End the reads of granules `at`. `others`: granules that running products still read."""
         self._busy[at] = False
         self._busy[others] = True
 

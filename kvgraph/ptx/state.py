@@ -1,4 +1,4 @@
-"""What a batch of blocks has while it runs: registers, threads, memories; and how a step faults."""
+"""State of a running batch of blocks: registers, threads and memories; and the error of a step."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from kvgraph.ptx.memory import Memory
 from kvgraph.ptx.shared import Shared
 
 Lanes: TypeAlias = Array
-"""A value of each thread, `[warps, 32]`, or one that broadcasts to it."""
+"""A value of each thread, `[warps, 32]`, or a value that broadcasts to this shape."""
 
 Mask: TypeAlias = npt.NDArray[np.bool_] | None
-"""Threads that take a step, `[warps, 32]`; None: all of the batch."""
+"""Threads that take a step, `[warps, 32]`; None: all threads of the batch."""
 
 Step: TypeAlias = Callable[["State", Mask], None]
 
@@ -26,7 +26,7 @@ LANES = 32
 
 
 class FaultError(Exception):
-    """What a step found wrong. `lanes`: the threads of it, if they are known."""
+    """An error that a step found. `lanes`: its threads, if they are known."""
 
     def __init__(self, sentence: str, lanes: npt.NDArray[np.bool_] | None = None) -> None:
         super().__init__(sentence)
@@ -34,7 +34,7 @@ class FaultError(Exception):
 
 
 class State:
-    """`[warps, 32]` threads of several blocks, one block's warps after another's."""
+    """State of `[warps, 32]` threads of several blocks; the warps of a block are contiguous."""
 
     def __init__(
         self,
@@ -68,11 +68,11 @@ class State:
         self.groups = Groups(self.shape[0])
 
     def code(self) -> npt.NDArray[np.int64]:
-        """Of each warp at this time, `[warps, 1]`: epoch of its block * 64 + warp of the block."""
+        """Code of each warp now, `[warps, 1]`: 64 * epoch of the block + number in the block."""
         return self.epoch[self.block] * 64 + self.warp
 
     def special(self, name: str) -> Lanes | None:
-        """%tid.x and the like (PTX ISA 10); None for a register that is not modelled."""
+        """Value of a special register such as %tid.x (PTX ISA 10); None if it is not modelled."""
         register, _, axis = name.removeprefix("%").partition(".")
         at = "xyz".find(axis) if axis else -1
         if register == "laneid":
@@ -94,18 +94,19 @@ class State:
 
 
 class Copies:
-    """Asynchronous copies of each thread (cp.async): issued, in groups, not landed yet."""
+    """Asynchronous copies of each thread (cp.async) that were issued and have not arrived yet."""
 
     def __init__(self, shape: tuple[int, int]) -> None:
         self.committed = np.zeros(shape, np.int64)
-        """Groups that each thread has committed."""
+        """Number of groups that each thread has committed."""
         self.issued: list[tuple[Lanes, Lanes, Lanes, Lanes]] = []
-        """Flat threads, their groups, places in shared memory, bytes `[threads, size]`."""
+        """Copies: flat threads, their groups, places in shared memory, bytes `[threads, size]`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Issued:
-    """A product of four warps from `warp` on: its group, its registers, granules that it reads."""
+    """A product of the four warps from `warp` on: its group, its registers, and the granules that
+    it reads."""
 
     warp: int
     group: int
@@ -114,12 +115,12 @@ class Issued:
 
 
 class Groups:
-    """Asynchronous matrix products of each warp (wgmma): not waited for yet."""
+    """Asynchronous matrix products of each warp (wgmma) that were not waited for yet."""
 
     def __init__(self, warps: int) -> None:
         self.committed = np.zeros(warps, np.int64)
         self.issued: list[Issued] = []
         self.locked: dict[int, npt.NDArray[np.bool_]] = {}
-        """Register -> warps in which a product that is under way has it."""
+        """Warps in which a running product uses a register, by register."""
         self.unfenced: dict[int, npt.NDArray[np.bool_]] = {}
-        """Register -> warps that wrote it since their last wgmma.fence."""
+        """Warps that wrote a register since their last wgmma.fence, by register."""

@@ -1,8 +1,8 @@
 """Matrix products of four warps, and the fences around them (PTX ISA 9.7.15: wgmma).
 
-A product is computed where it is issued. Until its wait, its accumulators may not be used, what it
-reads may not be written, and both are faults here. Registers that were written need a wgmma.fence
-first, and shared memory that threads wrote a fence.proxy.async.
+A product is computed when it is issued. Until its wait, a use of its accumulators, or a write to
+its inputs, is a fault. Registers that were written need a wgmma.fence before the product, and
+shared memory that threads wrote needs a fence.proxy.async.
 """
 
 from __future__ import annotations
@@ -29,19 +29,20 @@ from kvgraph.ptx.state import LANES, FaultError, Issued, Lanes, Mask, State, Ste
 GROUP = 4
 SHAPE = re.compile(r"m64n(\d+)k(16|32)")
 INPUT_BYTES = 32
-"""Of a row of a factor that one product takes."""
+"""Bytes of a factor's row in one product."""
 SUMS = {"f16": "f32", "bf16": "f32", "e4m3": "f32", "s8": "s32"}
-"""Type of both factors -> that of accumulators."""
+"""Type of accumulators, by type of both factors."""
 SWIZZLES = {0: 16, 1: 128, 2: 64, 3: 32}
-"""Mode of a matrix descriptor -> bytes of its rows."""
+"""Bytes of a swizzled row, by the mode of a matrix descriptor."""
 
 ANY_WARP = 62
-"""The reader of a product: no warp of its own, as all four read."""
+"""Stands for the reading warp of a product, since all four warps read."""
 
 
 def product(decoder: Decoder) -> Step:
-    """`wgmma.mma_async.sync.aligned.m64nNkK.d.a.b D, A, B-descriptor, ...`, A in registers or by a
-    descriptor; D = A B + (scale-d ? D : 0). K is 16, of bytes 32, which are never transposed."""
+    """Decode `wgmma.mma_async.sync.aligned.m64nNkK.d.a.b D, A, B-descriptor, ...`, with A in
+    registers or by a descriptor: D = A B + (scale-d ? D : 0). K is 16, or 32 for bytes, which are
+    never transposed."""
     parts = decoder.parts
     shape = SHAPE.fullmatch(parts[4]) if len(parts) == 8 else None
     if parts[1:4] != ["mma_async", "sync", "aligned"] or shape is None:
@@ -118,13 +119,13 @@ def product(decoder: Decoder) -> Step:
 
 
 def _has_columns(columns: int, sums: str) -> bool:
-    """Eights to 256; of whole numbers, sixteens from 32 on."""
+    """Whether N is valid: a multiple of 8 up to 256; for integers above 32 a multiple of 16."""
     step = 16 if sums == "s32" and columns > 32 else 8
     return 0 < columns <= 256 and columns % step == 0
 
 
 def _groups(state: State, mask: Mask) -> npt.NDArray[np.intp]:
-    """The warps that are here; FaultError unless they are whole groups of four."""
+    """Indices of the active warps; FaultError unless they are whole groups of four."""
     warps = whole_warps(state, mask)
     groups = warps.reshape(-1, GROUP) if len(warps) % GROUP == 0 else None
     if groups is None or not (groups == groups[:, :1] // GROUP * GROUP + np.arange(GROUP)).all():
@@ -149,11 +150,12 @@ def _matrix(
     transposed: bool,
     kind: Kind,
 ) -> tuple[Lanes, npt.NDArray[np.int64]]:
-    """`[groups, rows, K]` by a matrix descriptor, and the places of its elements.
+    """Matrix `[groups, rows, K]` of a matrix descriptor, and the places of its elements.
 
     Bits 0-13 of a descriptor are its start, 16-29 the leading and 32-45 the stride offset, in units
-    of 16 bytes, 49-51 the base offset, 62-63 the swizzle. K-major: 8 rows are a swizzle atom,
-    `stride` apart; else an atom is 8 of K, `stride` apart, its rows `leading` apart.
+    of 16 bytes, 49-51 the base offset, 62-63 the swizzle. K-major: 8 rows are a swizzle atom;
+    atoms are `stride` apart. Otherwise an atom is 8 of K; atoms are `stride` apart along K and
+    `leading` apart along rows.
     """
     given = np.broadcast_to(descriptor, state.shape)
     own = given[first, 0].astype(np.uint64)
@@ -195,7 +197,8 @@ def _matrix(
 def _begin(
     state: State, first: npt.NDArray[np.intp], places: npt.NDArray[np.int64]
 ) -> list[npt.NDArray[np.int64]]:
-    """Granules that each group's product reads; checked, and not to be written until the wait."""
+    """Check the reads of each group's product and forbid writes until its wait; return the granules
+    that each product reads."""
     shared = state.shared
     if not shared.checks:
         return [np.empty(0, np.int64)] * len(first)
@@ -246,7 +249,7 @@ def _commit(state: State, mask: Mask) -> None:
 
 
 def _wait(state: State, mask: Mask, most: int) -> None:
-    """Products of all but the newest `most` groups are done."""
+    """End the products of all groups except the newest `most`."""
     here = np.zeros(state.shape[0], bool)
     here[whole_warps(state, mask)] = True
     groups = state.groups
@@ -272,7 +275,7 @@ def _wait(state: State, mask: Mask, most: int) -> None:
 
 
 def fence(decoder: Decoder) -> Step:
-    """Of the asynchronous proxy; fences of memory order between blocks have no effect here."""
+    """fence: of the asynchronous proxy; fences of memory order between blocks have no effect."""
     parts = decoder.parts[1:]
     if parts[:2] == ["proxy", "async"] and parts[2:] in ([], ["shared::cta"]):
 
@@ -294,8 +297,8 @@ def fence(decoder: Decoder) -> Step:
 def guarded(
     step: Step, reads: tuple[int, ...], writes: tuple[int, ...], inputs: tuple[int, ...]
 ) -> Step:
-    """Another instruction over registers of products: `reads` and `writes` accumulators, or writes
-    `inputs` too."""
+    """Check another instruction on registers of products. `reads`, `writes`: accumulators that it
+    reads and writes. `inputs`: inputs of products that it writes."""
 
     def checked(state: State, mask: Mask) -> None:
         here = np.logical_or.reduce(state.active(mask), axis=1)

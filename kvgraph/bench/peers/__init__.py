@@ -1,8 +1,8 @@
-"""Other engines, by the name that --peers takes; each is one adapter file (see worker.py).
+"""Other engines, by their name in --peers; each is one adapter file (see worker.py).
 
 An adapter uses only its engine's public Python API and the standard library, and imports the engine
-inside its functions. Besides `load` it says what it needs: `NEEDS` (module -> what pip installs)
-and `PRECISIONS`, the classes of weights that it can run; `PREFIX_CACHING` where it has that.
+inside its functions. Besides `load` it has `NEEDS` (package for pip, by module), `PRECISIONS` (the
+classes of weights that it can run), and `PREFIX_CACHING` if it supports that.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ PEERS = {
     "transformers": "transformers",
     "vllm": "vllm",
 }
-"""Name -> file of this folder."""
+"""Module of this folder, by name of the engine."""
 
 
 def adapter(name: str) -> Any:
-    """The adapter's module; it imports no engine."""
+    """Import and return the adapter's module; this does not import the engine."""
     return importlib.import_module(f"{__name__}.{PEERS[name]}")

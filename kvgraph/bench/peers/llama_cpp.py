@@ -1,6 +1,6 @@
-"""llama.cpp through llama-cpp-python's low-level API: one batch of all rows a step.
+"""llama.cpp through llama-cpp-python's low-level API: one batch of all rows per step.
 
-The model is a GGUF file that llama.cpp's own tools make (`convert_hf_to_gguf.py`, then
+The model is a GGUF file from llama.cpp's own tools (`convert_hf_to_gguf.py`, then
 `llama-quantize`): `llama.cpp-KIND.gguf` in the folder of --peer-models.
 """
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:  # a peer's interpreter has no kvgraph
 
 NEEDS = {"llama_cpp": "llama-cpp-python"}
 UBATCH = 512
-"""llama.cpp's own default: tokens of a batch that it computes at once."""
+"""Tokens of a batch that llama.cpp computes at once: its own default."""
 
 PRECISIONS = ("fp32", "bf16", "int8", "int4")
 KINDS = {"fp32": "f32", "bf16": "bf16", "int8": "q8_0", "int4": "q4_0"}
@@ -53,7 +53,8 @@ def load(job: JsonObject) -> tuple[Any, JsonObject]:
         raise RuntimeError(f"{path}: llama.cpp could not make a context of {params.n_ctx} tokens")
 
     def decode(entries: list[tuple[int, int, int, bool]], batch: Any) -> dict[int, int]:
-        """Run (token, position, row, wants logits) entries; likeliest token of rows that want."""
+        """Run entries (token, position, row, wants logits); return the likeliest token of each row
+        that wants logits."""
         for slot, (token, position, row, wants) in enumerate(entries):
             batch.token[slot], batch.pos[slot] = token, position
             batch.n_seq_id[slot], batch.seq_id[slot][0] = 1, row
@@ -70,7 +71,7 @@ def load(job: JsonObject) -> tuple[Any, JsonObject]:
         return chosen
 
     def generate(prompts: list[list[int]], new_tokens: int) -> list[list[int]]:
-        # The cells alone: to write zeros over the whole cache is no part of an answer.
+        # Clear only the cells: zeros over the whole cache are not part of the measured work.
         llama_cpp.llama_memory_clear(llama_cpp.llama_get_memory(context), False)
         batch = llama_cpp.llama_batch_init(chunk, 0, 1)
         entries = [

@@ -1,4 +1,4 @@
-"""onnxruntime-genai: a Generator over a static batch, of a model that its own builder makes."""
+"""onnxruntime-genai: a Generator over a static batch; its own builder converts the model."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PRECISIONS = ("fp32", "int4")
 
 
 def prepare(job: JsonObject) -> tuple[Path, str, list[str]]:
-    """The builder, which the worker runs."""
+    """Folder, tool and command of the builder, which the worker runs."""
     folder = _folder(job)
     command = [sys.executable, "-m", "onnxruntime_genai.models.builder"]
     command += ["-i", job["model"], "-p", job["precision"], "-e", "cpu"]

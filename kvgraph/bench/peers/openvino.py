@@ -1,4 +1,4 @@
-"""OpenVINO GenAI: ContinuousBatchingPipeline on the CPU, of a model that optimum-cli exports."""
+"""OpenVINO GenAI: ContinuousBatchingPipeline on the CPU; optimum-cli exports the model."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ NEEDS = {
 PRECISIONS = ("fp32", "bf16", "int8", "int4")
 PREFIX_CACHING = True
 WEIGHTS = {"fp32": "fp32", "bf16": "fp32", "int8": "int8", "int4": "int4"}
-"""Of --weight-format; float32 weights become bfloat16 at load, with the precision hint."""
+"""Values of --weight-format; for bf16 the precision hint converts float32 weights at load."""
 GIB = 1 << 30
 
 
 def prepare(job: JsonObject) -> tuple[Path, str, list[str]]:
-    """The export of the checkpoint, which the worker runs."""
+    """Folder, tool and command of the checkpoint's export, which the worker runs."""
     command = [str(Path(sys.executable).with_name("optimum-cli")), "export", "openvino"]
     command += ["-m", job["model"], "--task", "text-generation-with-past"]
     command += ["--weight-format", WEIGHTS[job["precision"]]]

@@ -24,7 +24,7 @@ def load(job: JsonObject) -> tuple[Any, JsonObject]:
     ).eval()
 
     def generate(prompts: list[list[int]], new_tokens: int) -> list[list[int]]:
-        """Rows of several lengths are padded on the left, and masked there."""
+        """Generate greedily; rows of different lengths are padded and masked on the left."""
         length = max(map(len, prompts))
         ids = torch.tensor([[0] * (length - len(row)) + row for row in prompts])
         mask = torch.tensor([[0] * (length - len(row)) + [1] * len(row) for row in prompts])

@@ -15,7 +15,8 @@ GIB = 1 << 30
 
 
 def environment(job: JsonObject) -> dict[str, str]:
-    """Threads as OMP_NUM_THREADS says, unbound; the cache in whole GiB, with room to spare."""
+    """Environment of vLLM: unbound threads, as many as in OMP_NUM_THREADS, and a cache in whole
+    GiB, a quarter larger than needed."""
     return {
         "VLLM_CPU_KVCACHE_SPACE": str(job["cache_bytes"] * 5 // 4 // GIB + 1),
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",

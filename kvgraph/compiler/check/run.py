@@ -160,9 +160,7 @@ def _require_alone(
     also compute with the batch's size, lengths or offsets. Code that depends on a value which only
     larger batches have is not found.
     """
-    ahead = np.tile(rows[0], 4)[
-        : compiled.traced.model.max_seq_len
-    ]  # its first chunk is most of it
+    ahead = np.tile(rows[0], 4)[: compiled.traced.model.max_seq_len]  # mostly in its first chunk
     others = [ahead, *(np.roll(rows[0], shift) for shift in range(1, OTHERS))]
     chunks = [max(1, 3 * len(ahead) // 4), *[_chunk(rows)] * (OTHERS - 1 + len(rows))]
     crowd = run(compiled.folder, [*others, *rows], chunks)[OTHERS:]

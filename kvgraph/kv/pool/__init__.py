@@ -1,1 +1,1 @@
-"""The bookkeeping of pages; it knows of no tier and of no manager."""
+"""Bookkeeping of pages; it does not depend on tiers or managers."""

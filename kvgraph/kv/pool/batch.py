@@ -10,9 +10,9 @@ addresses, double-buffered:
     max_lengths   [num_steps, 2]
 
 Each replica has two sets of these and fills them in turn, so a record stays valid until the next
-call but one. Where a session copies them to a device (`uploader`), both sets share the copies, and
-a record is valid until the next call. While the same batch comes again with the same width, only
-the rows whose pages changed since are copied.
+call but one. If a session copies them to a device (`uploader`), both sets share the copies, and a
+record is valid until the next call. If the same batch comes again with the same width, only the
+rows with changed pages are copied.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ from kvgraph.kv.pool.rows import Phase, Row, row_of
 from kvgraph.kv.requests import MAX_STEPS, RequestID, TextContext, require_context
 
 Extents = tuple[list[int], int, int, int, int]
-"""cache lengths, longest new run, longest context, table width, steps: a batch measured."""
+"""Measures of a batch: cache lengths, longest new run, longest context, table width, steps."""
 
 Upload = Callable[[TensorType, npt.NDArray[np.int32], int], Buffer]
-"""(symbol, values, most elements it will have) -> the device's copy, at one address for life."""
+"""Function (symbol, values, most elements ever) -> the device's copy, always at one address."""
 
 
 class BatchRows:
-    """A batch whose requests are known to be claimed here: contexts and rows, side by side."""
+    """A batch with claimed requests only: their contexts and rows, in the same order."""
 
     __slots__ = ("_indices", "contexts", "rows")
 
@@ -51,13 +51,13 @@ class BatchRows:
 
     @property
     def indices(self) -> npt.NDArray[np.intp]:
-        """Rows of the lookup tables, `[batch_size]`."""
+        """Indices of the requests' rows in the lookup tables, `[batch_size]`."""
         if self._indices is None:
             self._indices = np.array([row.index for row in self.rows], np.intp)
         return self._indices
 
     def lacking(self, extra: int) -> list[tuple[TextContext, Row]]:
-        """Rows that need pages for `extra` tokens beyond the active ones; mostly none do."""
+        """Rows that need pages for `extra` tokens beyond the active ones; mostly empty."""
         return [
             (ctx, row)
             for ctx, row in zip(self.contexts, self.rows, strict=True)
@@ -65,7 +65,7 @@ class BatchRows:
         ]
 
     def awake(self) -> list[tuple[TextContext, Row]]:
-        """Rows with pages to commit, or behind their window; mostly none."""
+        """Rows with pages to commit, or with pages behind their window; mostly empty."""
         return [
             (ctx, row)
             for ctx, row in zip(self.contexts, self.rows, strict=True)
@@ -93,7 +93,7 @@ class ReplicaBatch:
     ) -> BatchRows:
         """Rows of a batch; RequestError if one is not claimed here, or there are too many.
 
-        The batch of the call before is recognised by its very contexts, without looking them up.
+        The previous call's batch is recognised by its context objects and not looked up again.
         """
         contexts = given if type(given) is list else list(given)
         if contexts == self._last.contexts:
@@ -112,18 +112,18 @@ class ReplicaBatch:
             raise RequestError(
                 f"{call}: expected every request once in a batch, got {twice.request_id!r} twice"
             )
-        self.forget()  # until all positions are the new ones
+        self.forget()  # no batch is valid until all positions are set
         for position, row in enumerate(rows):
             row.position = position
         self._last = BatchRows(contexts, rows)
         return self._last
 
     def forget(self) -> None:
-        """A request was released: the next batch is looked up again."""
+        """Look the next batch up again, because a request was released."""
         self._last = BatchRows([], [])
 
     def mark(self, row: Row) -> None:
-        """The row's pages changed."""
+        """Record that the row's pages changed."""
         for dirty in self._dirty:
             dirty.add(row)
 
@@ -136,7 +136,7 @@ class ReplicaBatch:
         max_cache_length: int | None,
         bounds: BatchCharacteristics | None,
     ) -> Extents:
-        """Lengths, maxima and table width of a batch; raises what `runtime_inputs` raises."""
+        """Lengths, maxima and table width of a batch; raises the errors of `runtime_inputs`."""
         lengths = []
         longest_new = longest = 0
         for ctx, row in zip(batch.contexts, batch.rows, strict=True):
@@ -171,11 +171,11 @@ class ReplicaBatch:
     def fill(
         self, turn: int, batch: BatchRows, extents: Extents
     ) -> list[list[RaggedKVCacheInputs]]:
-        """Write set `turn` (0 or 1); per leaf, one record per shard."""
+        """Write set `turn` (0 or 1); return, per leaf, one record per shard."""
         return self._sets[turn].fill(batch, extents)
 
     def verify(self) -> None:
-        """AssertionError if a row that is not marked differs from its lookup row."""
+        """Raise AssertionError if a row that is not marked differs from its lookup row."""
         for tensors in self._sets:
             tensors.verify(self._last)
 
@@ -232,9 +232,9 @@ def _too_few_pages(row: Row, tokens: int) -> CapacityError:
 class IndexTensors:
     """One of a replica's two sets of index tensors, and the records over them.
 
-    On a CPU these arrays are the graph's inputs. For other devices a session that has an
-    `uploader()` is asked for the device's copy at every fill: both sets share one.
-    `dirty` holds the rows whose pages changed since this set was filled.
+    On a CPU these arrays are the graph's inputs. For other devices a session with an `uploader()`
+    makes the device's copy at every fill; both sets share one copy.
+    `dirty`: rows with pages that changed since this set was filled.
     """
 
     __slots__ = (
@@ -263,7 +263,7 @@ class IndexTensors:
         self.records: list[list[RaggedKVCacheInputs]] = []
 
     def fill(self, batch: BatchRows, extents: Extents) -> list[list[RaggedKVCacheInputs]]:
-        """Write the tensors of one batch; per leaf, one record per shard."""
+        """Write the tensors of one batch; return, per leaf, one record per shard."""
         lengths, longest_new, longest, width, num_steps = extents
         rows = len(lengths)
         if (rows, width, num_steps) != self._shape:
@@ -284,7 +284,7 @@ class IndexTensors:
         return self.records
 
     def _reshape(self, rows: int, width: int, num_steps: int) -> None:
-        self._shape, self._batch = (-1, -1, -1), None  # until the records are the new ones
+        self._shape, self._batch = (-1, -1, -1), None  # invalid until the new records are made
         self._views = [table[: rows * width].reshape(rows, width) for table in self._tables]
         lengths = self._lengths[:rows]  # one array in all records: it is incremented once
         self.records = [
@@ -324,7 +324,7 @@ class IndexTensors:
         self.dirty.clear()
 
     def _patch(self, batch: BatchRows, width: int) -> None:
-        """Copy the lookup rows that changed, of requests in the batch."""
+        """Copy the lookup rows that changed, for requests in the batch."""
         rows = batch.rows
         for row in self.dirty:
             at = row.position
@@ -335,7 +335,7 @@ class IndexTensors:
         self.dirty.clear()
 
     def verify(self, current: BatchRows) -> None:
-        """AssertionError if a row of the batch is neither marked dirty nor up to date."""
+        """Raise AssertionError if a row of the batch is neither marked dirty nor up to date."""
         if self._batch is not current:
             return
         width = self._shape[1]

@@ -1,4 +1,4 @@
-"""The whole bookkeeping verified: what `enable_runtime_checks` runs after every call."""
+"""Check of all bookkeeping; `enable_runtime_checks` runs it after every call."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvgraph.kv.pool.rows import UNBOUNDED, Phase, Row
 
 
 def verify(replicas: Sequence[Replica], rows: Iterable[Row]) -> None:
-    """AssertionError at the first invariant that does not hold."""
+    """Raise AssertionError at the first invariant that does not hold."""
     by_replica: dict[int, list[Row]] = {replica.index: [] for replica in replicas}
     for row in rows:
         by_replica[row.replica_idx].append(row)
@@ -28,7 +28,7 @@ def verify(replicas: Sequence[Replica], rows: Iterable[Row]) -> None:
 
 
 def _verify_rows(replica: Replica, rows: Sequence[Row]) -> None:
-    """Every row index is free or taken, once; all leaves hold as many pages of a row."""
+    """Each row index is either free or taken; a row has equally many pages in all leaves."""
     indices = [row.index for row in rows] + replica.free_rows
     assert sorted(indices) == list(range(replica.settings.max_batch_size)), sorted(indices)
     for row in rows:
@@ -37,7 +37,7 @@ def _verify_rows(replica: Replica, rows: Sequence[Row]) -> None:
 
 
 def _verify_phase(row: Row, page_size: int) -> None:
-    """The marks of the hot loops say what the phase and the pages say."""
+    """`capacity`, `limit` and `wake`, which hot loops read, agree with the phase and the pages."""
     marks = (row.capacity, row.limit, row.wake)
     if row.phase is Phase.DUMMY:
         assert marks == (UNBOUNDED, UNBOUNDED, UNBOUNDED), marks
@@ -52,7 +52,7 @@ def _verify_phase(row: Row, page_size: int) -> None:
 
 
 def _verify_pool(pool: PagePool, held: Counter[int]) -> None:
-    """Pages are conserved; the index and the pages' digests are inverses."""
+    """Each page is held, pinned or free; the index and the pages' digests are inverses."""
     assert pool.refs == [held[page] for page in range(pool.num_pages)], (pool.refs, held)
     free = list(pool.free_pages())
     assert len(free) == len(set(free)) == pool.num_free, (free, pool.num_free)
@@ -63,9 +63,8 @@ def _verify_pool(pool: PagePool, held: Counter[int]) -> None:
 
 
 def _verify_pages(leaf: Leaf, row: Row, i: int, replica: Replica) -> None:
-    """The lookup row holds the pages; null before the window, committed or own after it.
-
-    Of a row that commits nothing no page is known.
+    """The lookup row holds the row's pages: null pages behind the window, then committed pages,
+    then pages of this row alone. A row that commits nothing has no page with a digest.
     """
     pages, passed = row.pages[i], row.passed[i]
     table = leaf.table[row.index].tolist()
@@ -78,7 +77,7 @@ def _verify_pages(leaf: Leaf, row: Row, i: int, replica: Replica) -> None:
         assert not any(digests), row.request_id
         return
     for at, digest in enumerate(digests, passed):
-        # Behind the first page that is on its way there may be some that the device had.
+        # Pages after the first one that is being loaded may already be on the device.
         if at < row.committed or (row.phase is Phase.LOADING and digest is not None):
             assert digest == row.digests[at], (row.request_id, at)
         else:

@@ -19,7 +19,7 @@ _DOMAIN = b"kvgraph-page-1"
 
 @dataclass(frozen=True, slots=True)
 class PoolSettings:
-    """What all replicas share: sizes in tokens and rows; `identity` is of model and layout."""
+    """Settings that all replicas share: sizes in tokens and rows. `identity`: model and layout."""
 
     page_size: int
     max_batch_size: int
@@ -31,7 +31,7 @@ class PoolSettings:
     def identities(self, ctx: TextContext) -> tuple[bytes, list[bytes]]:
         """Root, and digests of all full pages that do not hold the last token.
 
-        Of a private request none: no page is looked up for it.
+        A private request has no digests: no page is looked up for it.
         """
         root = chain_root(self.identity, ctx.adapter, self.hash_seed, ctx.cache_salt)
         full = 0 if ctx.is_private else (ctx.current_length - 1) // self.page_size
@@ -39,7 +39,7 @@ class PoolSettings:
 
 
 def chain_root(identity: bytes, adapter: str, hash_seed: bytes | None, cache_salt: bytes) -> bytes:
-    """What the chain of a request starts from; 32 bytes."""
+    """The 32-byte digest from which a request's chain starts."""
     return digest_of(_DOMAIN, identity, adapter.encode(), hash_seed or b"", cache_salt)
 
 
@@ -51,7 +51,7 @@ def digest_of(*parts: bytes) -> bytes:
 def chain(
     digest: bytes, tokens: npt.NDArray[np.int32], page_size: int, start: int, stop: int
 ) -> list[bytes]:
-    """Digests of pages `[start, stop)`, where `digest` is that of page `start - 1`, or the root."""
+    """Digests of pages `[start, stop)`. `digest`: that of page `start - 1`, or the root."""
     data = tokens[start * page_size : stop * page_size].astype("<i4", copy=False).tobytes()
     step = 4 * page_size
     digests = []

@@ -1,4 +1,4 @@
-"""What happened to the committed pages of a pool, in order, for those who follow it."""
+"""Events of a pool's committed pages, for callers that follow them."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from typing import NamedTuple, TypeAlias
 
 
 class Stored(NamedTuple):
-    """A page was committed: its digest, that of the page before it (None: it is a prefix's first),
-    and its tokens. Of a page whose tokens are not known: None, and no tokens."""
+    """A page was committed. `parent`: digest of the page before it, None for the first page of a
+    prefix. `tokens`: its tokens. If they are not known, `parent` is None and `tokens` is empty."""
 
     digest: bytes
     parent: bytes | None
@@ -15,13 +15,13 @@ class Stored(NamedTuple):
 
 
 class Removed(NamedTuple):
-    """A committed page holds another content from now on, or none."""
+    """A committed page no longer holds its content."""
 
     digest: bytes
 
 
 class Cleared(NamedTuple):
-    """No page is committed any more."""
+    """All pages were un-committed."""
 
 
 Event: TypeAlias = Stored | Removed | Cleared

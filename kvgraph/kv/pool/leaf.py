@@ -70,7 +70,7 @@ class Leaf:
             self.table[row.index, start : len(own)] = pages
 
     def clear(self, row: Row, leaf: int) -> None:
-        """Drop all pages of the row, tail first."""
+        """Drop the row's hold on all its pages, the last page first."""
         pages, null = row.pages[leaf], self.null
         self.table[row.index, : len(pages)] = null
         if row.passed[leaf]:
@@ -88,7 +88,7 @@ class Leaf:
 
 
 class ShardBuffers:
-    """The pools of one device: `kv_blocks`, and `kv_scales` of a quantised cache."""
+    """Pools of one device: `kv_blocks`, and `kv_scales` if the cache is quantised."""
 
     __slots__ = ("kv_blocks", "kv_scales")
 
@@ -103,7 +103,7 @@ class ShardBuffers:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaBuffers:
-    """The raw pools of one replica: of every leaf, shard after shard."""
+    """Raw pools of one replica: leaf after leaf, and shard after shard in each leaf."""
 
     all_buffers: list[Buffer]
 
@@ -114,7 +114,7 @@ def allocate_shard(
     device: Device,
     session: SessionInterface | None,
 ) -> ShardBuffers:
-    """The pools of one device, with `sizes` for their symbolic dims."""
+    """Allocate the pools of one device, with `sizes` for their symbolic dims."""
     scales = symbols.kv_scales if isinstance(symbols, PagedCacheInputSymbols) else None
     return ShardBuffers(
         allocate_buffer(symbols.kv_blocks, sizes, device, session),
@@ -123,9 +123,9 @@ def allocate_shard(
 
 
 def require_params(session: SessionInterface | None, params: KVCacheParamInterface) -> None:
-    """ParamsError where the session's artifact has another layout; a bare allocator has none.
+    """Raise ParamsError if the session's artifact has another layout; a bare allocator has none.
 
-    UnsupportedError for a cache that no kernel runs.
+    Raise UnsupportedError for a cache that no kernel supports.
     """
     check = getattr(session, "require_params", None)
     if check is not None:
@@ -137,7 +137,7 @@ def require_params(session: SessionInterface | None, params: KVCacheParamInterfa
 def allocate_buffer(
     symbol: TensorType, sizes: Mapping[str, int], device: Device, session: SessionInterface | None
 ) -> Buffer:
-    """Memory from the session, or lazily zeroed host memory without one."""
+    """Allocate memory from the session, or lazily zeroed host memory if `session` is None."""
     if session is not None:
         return session.allocate(symbol, sizes)
     return _host_buffer(symbol, symbol.extents(sizes), device)
@@ -151,13 +151,13 @@ def _host_buffer(symbol: TensorType, shape: tuple[int, ...], device: Device) -> 
         raise DeviceError(f"session: expected one that owns memory on {device}, got None")
     try:
         handle: Array = np.zeros(shape, dtype)
-    except (MemoryError, ValueError) as error:  # more than there is, or than an address can say
+    except (MemoryError, ValueError) as error:  # larger than the memory or the address space
         raise too_little(symbol, shape) from error
     return Buffer(symbol.dtype, shape, symbol.device, handle)
 
 
 def too_little(symbol: TensorType, shape: tuple[int, ...]) -> CapacityError:
-    """What to raise where the system refuses host memory."""
+    """The CapacityError for host memory that the system refuses."""
     nbytes = prod(shape) * DTYPES[symbol.dtype].numpy.itemsize
     return CapacityError(
         f"{symbol.name}: expected {size_text(nbytes)} of host memory for {list(shape)}, "
@@ -168,9 +168,9 @@ def too_little(symbol: TensorType, shape: tuple[int, ...]) -> CapacityError:
 def table_width(
     params: KVCacheParams, num_pages: int, max_seq_len: int | None, *, windowed_default: int
 ) -> int:
-    """Columns that a lookup row can ever need.
+    """Most columns that a lookup row can need.
 
-    The pool bounds a row, except where a window gives pages back: there `max_seq_len` does, or
+    The pool bounds a row, except if a window frees pages: then `max_seq_len` does, or
     `windowed_default` tokens.
     """
     if params.window_size is not None:

@@ -1,4 +1,4 @@
-"""Which pages a new row can take: those of the device, and those that a caller can load.
+"""Prefix lookup: pages that a new row can take from the device, or that a caller can load.
 
 full attention   the run of known pages from the root
 a window         the deepest point whose last pages are known, or a run from the root
@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 
 class PrefixLookup:
-    """Over the leaves of one replica; lengths are in pages."""
+    """Prefix lookup over the leaves of one replica; lengths are in pages."""
 
     __slots__ = ("_leaves", "_page_size")
 
@@ -27,15 +27,15 @@ class PrefixLookup:
 
     @property
     def epoch(self) -> object:
-        """A new object after each reset of the cache; answers from an earlier one are not valid."""
+        """Object that each reset of the cache replaces; results of an earlier epoch are invalid."""
         return self._leaves[0].pool.epoch
 
     def joint(
         self, digests: Sequence[bytes], loadable: Sequence[Container[bytes]] | None = None
     ) -> int:
-        """Pages of the longest prefix that every leaf can continue from.
+        """Number of pages of the longest prefix that every leaf can continue from.
 
-        From the pages that the device holds and, per leaf, those in `loadable`.
+        It counts pages on the device and, per leaf, pages in `loadable`.
         """
         leaves = self._leaves
         if len(leaves) == 1 and loadable is None:
@@ -53,7 +53,7 @@ class PrefixLookup:
     def deeper(
         self, digests: Sequence[bytes], hit: int, loadable: Sequence[Container[bytes]]
     ) -> tuple[int, Sequence[Sequence[int]]]:
-        """The hit with the loadable pages, and per leaf the positions of those that it needs."""
+        """Hit in pages with the loadable pages, and per leaf the positions of pages to load."""
         deeper = self.joint(digests, loadable)
         if deeper <= hit:
             return hit, ()
@@ -67,11 +67,12 @@ class PrefixLookup:
         ]
 
     def first_visible(self, leaf: Leaf, hit: int) -> int:
-        """The first of `hit` pages that a query behind them sees in this leaf."""
+        """Index of the first of `hit` pages that the next query after them sees in this leaf."""
         return 0 if leaf.window is None else max(0, hit - self._window_pages(leaf.window))
 
     def visible(self, leaf: Leaf, digests: Sequence[bytes], hit: int) -> Sequence[bytes]:
-        """Digests of the pages that a row with this hit reads in this leaf: the last of them."""
+        """Digests of the pages that a row with this hit reads in this leaf: the last pages of the
+        hit if the leaf has a window."""
         return digests[self.first_visible(leaf, hit) : hit]
 
     def _of_leaf(self, leaf: Leaf, digests: Sequence[bytes], index: Container[bytes]) -> int:
@@ -80,12 +81,12 @@ class PrefixLookup:
         return deepest_window(digests, index, self._window_pages(leaf.window))
 
     def _window_pages(self, window: int) -> int:
-        """Pages before a page edge that the first query after it sees."""
+        """Number of pages before a page edge that the first query after the edge sees."""
         return ceildiv(window - 1, self._page_size)
 
 
 class Either:
-    """What one of two indexes holds."""
+    """Container of the digests in either of two indexes."""
 
     __slots__ = ("_first", "_second")
 
@@ -97,7 +98,7 @@ class Either:
 
 
 def longest_run(digests: Sequence[bytes], index: Container[bytes]) -> int:
-    """Pages from the root that `index` holds without a gap."""
+    """Number of pages from the root that `index` holds without a gap."""
     for count, digest in enumerate(digests):
         if digest not in index:
             return count
@@ -105,7 +106,8 @@ def longest_run(digests: Sequence[bytes], index: Container[bytes]) -> int:
 
 
 def deepest_window(digests: Sequence[T], index: Container[T], window_pages: int) -> int:
-    """Deepest point whose last `window_pages` pages `index` holds, or all of them to the root."""
+    """Pages of the longest prefix of which `index` holds the last `window_pages` pages, or all
+    pages if the prefix has fewer."""
     point, run = len(digests), 0
     for i in reversed(range(len(digests))):
         if run == window_pages:

@@ -1,4 +1,4 @@
-"""The pages of one pool: which requests hold, which copies pin, and which hold known content.
+"""Pages of one pool: held by requests, pinned by copies, or cached with known content.
 
     queue       head [ without content | cached, released first ... released last ] tail
     committed   digest of a token prefix <-> the page that holds its last tokens
@@ -19,14 +19,15 @@ from kvgraph.kv.pool.journal import Event, Removed
 class PagePool:
     """Reference counts, the queue and the index of committed pages `[0, num_pages)`.
 
-    - `refs`: requests that hold a page; `pins`: copies from or to it, `offloads`: those of them
-      that end early where a request needs the page
-    - `num_free`: pages without either
-    - `epoch`: a new object after each `forget`; what began in an earlier one is not published
-    - `journal`: what happens to committed pages, where they are followed
+    - `refs`: number of requests that hold a page
+    - `pins`: number of copies from or to a page; `offloads`: those copies that end early if a
+      request needs the page
+    - `num_free`: pages without a request and without a copy
+    - `epoch`: replaced by a new object at each `forget`; work of an earlier epoch is not published
+    - `journal`: events of committed pages; None if they are not followed
 
-    The queue is a ring of links whose end is the id `num_pages`: every operation takes constant
-    time per page.
+    The queue is a doubly linked ring that ends at the id `num_pages`: every operation takes
+    constant time per page.
     """
 
     __slots__ = (
@@ -59,7 +60,7 @@ class PagePool:
         ids = list(range(num_pages + 1))
         self._after = ids[1:] + ids[:1]
         self._before = ids[-1:] + ids[:-1]
-        self._passed: set[int] = set()  # pinned pages that `take` met: out of the queue for now
+        self._passed: set[int] = set()  # pinned pages that `take` skipped: not in the queue now
 
     @property
     def num_used(self) -> int:
@@ -67,8 +68,8 @@ class PagePool:
 
     @property
     def num_obtainable(self) -> int:
-        """Free pages, and those that only offloads keep. Any thread may ask; while another one
-        changes them, it is about so many."""
+        """Number of free pages and pages that only offloads pin. Any thread may call it; while
+        another thread changes the pool, the number is approximate."""
         free, offloaded = self.num_free, list(self.offloads)
         kept = [p for p in offloaded if not self.refs[p] and self.pins[p] == self.offloads[p]]
         return min(self.num_pages, free + len(kept))
@@ -77,7 +78,8 @@ class PagePool:
         return not self.refs[page] and page not in self.pins
 
     def take(self, count: int) -> list[int]:
-        """`count` pages from the head, held once and un-committed; needs `num_free >= count`."""
+        """Take `count` pages from the head, held once and un-committed; `num_free >= count` must
+        hold."""
         taken = []
         refs, digests, pins, after = self.refs, self.digests, self.pins, self._after
         page = after[self.num_pages]
@@ -100,7 +102,7 @@ class PagePool:
         return taken
 
     def hold(self, pages: Iterable[int]) -> None:
-        """One more request for each page; it leaves the queue."""
+        """Add one request to each page; a page that had none leaves the queue."""
         refs, pins, passed = self.refs, self.pins, self._passed
         after, before = self._after, self._before
         for page in pages:
@@ -115,7 +117,7 @@ class PagePool:
             refs[page] += 1
 
     def drop(self, pages: Iterable[int]) -> None:
-        """One request fewer for each page, in this order; those without any join the queue.
+        """Remove one request from each page, in this order; pages without any join the queue.
 
         Cached pages join its tail, pages without content its head.
         """
@@ -132,7 +134,7 @@ class PagePool:
                     self.num_free += 1
 
     def pin(self, pages: Iterable[int], *, is_offload: bool = False) -> None:
-        """A copy from or to the pages begins: none is reallocated before `unpin`."""
+        """Begin a copy from or to the pages: none is reallocated before `unpin`."""
         for page in pages:
             self.num_free -= self.is_free(page)
             self.pins[page] += 1
@@ -140,7 +142,7 @@ class PagePool:
                 self.offloads[page] += 1
 
     def unpin(self, pages: Iterable[int], *, is_offload: bool = False) -> None:
-        """The copy has ended."""
+        """End a copy that `pin` began, with the same `is_offload`."""
         for page in pages:
             if is_offload:
                 self.offloads[page] -= 1
@@ -170,7 +172,7 @@ class PagePool:
         return known
 
     def publish(self, page: int, digest: bytes) -> bool:
-        """Publish a pinned page that no request holds, unless another page has the content."""
+        """Publish a pinned page that no request holds; False if another page has the content."""
         if digest in self.index:
             return False
         self.hold((page,))
@@ -179,7 +181,7 @@ class PagePool:
         return True
 
     def forget(self) -> None:
-        """A new epoch: un-commit every page. Requests keep those that they hold."""
+        """Un-commit every page and begin a new epoch. Requests keep the pages that they hold."""
         self.epoch = object()
         for digest, page in self.index.items():
             self.digests[page] = None

@@ -1,4 +1,4 @@
-"""What rows will get from `alloc`, planned purely: all that can fail fails here, nothing changes.
+"""Plan of an `alloc`: every error is raised here, before anything changes.
 
 rows that need pages -> AllocPlan -> `Replica.apply`
 """
@@ -18,13 +18,13 @@ from kvgraph.kv.pool.rows import CLAIMED, LOADING, Row
 from kvgraph.kv.requests import TextContext
 
 Loadable = Callable[[int, TextContext], Sequence[Container[bytes]] | None]
-"""(replica, request) -> per leaf, digests of the pages that can be loaded; None: nothing known."""
+"""Function (replica, request) -> digests of loadable pages per leaf; None if nothing is known."""
 
 
 class RowPlan(NamedTuple):
-    """What one row will get: `hit` cached pages first, then fresh ones up to `num_pages`.
+    """Pages that one row will get: `hit` cached pages first, then fresh pages up to `num_pages`.
 
-    `loads[leaf]`: positions among the hits whose pages are to be loaded; empty if none are.
+    `loads[leaf]`: positions of hits whose pages must be loaded; empty if there are none.
     """
 
     ctx: TextContext
@@ -37,14 +37,14 @@ class RowPlan(NamedTuple):
 
 
 class AllocPlan(NamedTuple):
-    """What the rows of a batch will get, and the free pages that it costs in each leaf."""
+    """Plans of a batch's rows, and the number of free pages that they cost in each leaf."""
 
     rows: list[RowPlan]
     costs: list[int]
 
 
 class Planner:
-    """Over the leaves of replica `index`: what the cache gives, what is fresh, what it costs."""
+    """Plans allocs of replica `index`: cached pages, fresh pages, and their cost in each leaf."""
 
     __slots__ = ("_index", "_leaves", "_prefixes", "_settings")
 
@@ -62,7 +62,7 @@ class Planner:
         extra: int,
         loadable: Loadable | None = None,
     ) -> AllocPlan:
-        """Pages for `processed + active + extra` tokens of each; raises what `alloc` raises."""
+        """Plan pages for `processed + active + extra` tokens of each row; raises like `alloc`."""
         rows = [self._plan_row(ctx, row, extra, loadable) for ctx, row in lacking]
         plan = AllocPlan(rows, self._costs(rows))
         if loadable is not None:
@@ -71,21 +71,21 @@ class Planner:
         return plan
 
     def forecast(self, ctx: TextContext, row: Row, loadable: Loadable | None) -> list[int]:
-        """Free pages that `alloc` would cost in each leaf, whether there are as many or not."""
+        """Number of pages that `alloc` would cost in each leaf; it may exceed the free pages."""
         if ctx.processed_length + ctx.active_length <= row.limit:
             return [0] * len(self._leaves)
         rows = [self._plan_row(ctx, row, 0, loadable)]
         return self._affordable(AllocPlan(rows, self._costs(rows)), 0).costs
 
     def hit_pages(self, leaf: Leaf, plan: RowPlan) -> list[int]:
-        """The cached pages that the row will read in this leaf and the device has."""
+        """Cached pages on the device that the row will read in this leaf."""
         index, visible = leaf.pool.index, self._prefixes.visible(leaf, plan.digests, plan.hit)
         if plan.loads:
             return [index[digest] for digest in visible if digest in index]
         return [index[digest] for digest in visible]
 
     def _affordable(self, plan: AllocPlan, extra: int) -> AllocPlan:
-        """The plan, without loads where it costs more pages than there are."""
+        """The plan; without loads if it costs more pages than are free."""
         free = (leaf.pool.num_free for leaf in self._leaves)
         if all(map(operator.le, plan.costs, free)) or not any(one.loads for one in plan.rows):
             return plan
@@ -133,7 +133,7 @@ class Planner:
             )
 
     def _costs(self, rows: Sequence[RowPlan]) -> list[int]:
-        """Per leaf: fresh pages, and cached ones that leave the free queue (each once)."""
+        """Cost in each leaf: fresh pages, and cached pages that leave the queue (once each)."""
         fresh = sum(one.num_pages - max(one.hit, one.row.num_pages) for one in rows)
         hits = [one for one in rows if one.hit]
         if not hits:
@@ -166,7 +166,7 @@ class Planner:
                 )
 
     def _too_large(self, leaf: Leaf, plan: AllocPlan) -> str:
-        """Sentence about the first request that could not fit even into an empty pool."""
+        """Error text for the first request that does not fit into an empty pool; "" if all fit."""
         at = self._leaves.index(leaf)
         for one in plan.rows:
             row, first = one.row, self._prefixes.first_visible(leaf, one.hit)

@@ -1,8 +1,8 @@
-"""One replica's bookkeeping: rows, plans carried out, commits, windows, loads that landed.
+"""Bookkeeping of one replica: rows, allocation, commits, windows and finished loads.
 
-A request owns the same number of pages in every leaf, because all leaves agree on the page size;
-they differ in which pages a window has left behind. What happens to pages outside of the replica
-is not known here: its calls return what they committed, freed and want loaded.
+A request owns the same number of pages in every leaf, because all leaves have the same page size;
+the leaves differ in the pages that a window has freed. A replica does not know of tiers: its calls
+return the pages that they committed or freed, or that must be loaded.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from kvgraph.kv.requests import RequestID, TextContext
 
 
 class Committed(NamedTuple):
-    """A page that holds known content now, and is the first of its leaf that does."""
+    """A page that was committed, as the first page of its leaf with this content."""
 
     leaf: int
     page: int
@@ -40,9 +40,9 @@ class Arrival(NamedTuple):
 
 
 class Load(NamedTuple):
-    """First pages that a row waits for; `hit` pages of the row will be known content.
+    """Pages that a row waits for; after the load the row's first `hit` pages have known content.
 
-    The pages are the row's, and pinned until the caller unpins them.
+    The row holds the pages; they are pinned until the caller unpins them.
     """
 
     ctx: TextContext
@@ -52,7 +52,7 @@ class Load(NamedTuple):
 
 
 class Replica:
-    """A data-parallel copy: its rows, one `Leaf` per cache, and the batch that it runs."""
+    """A data-parallel replica: its rows, one `Leaf` per cache, and the batch that it runs."""
 
     def __init__(
         self, index: int, leaves: Sequence[Leaf], settings: PoolSettings, upload: Upload | None
@@ -71,7 +71,7 @@ class Replica:
         self._evictions_before = 0
 
     def rebuilt(self) -> Replica:
-        """A replica without requests on the same memory; its metrics go on."""
+        """A replica without requests on the same memory; it keeps the metrics."""
         leaves = [leaf.rebuilt() for leaf in self.leaves]
         fresh = Replica(self.index, leaves, self.settings, self._upload)
         fresh.metrics = self.read_metrics()
@@ -80,7 +80,7 @@ class Replica:
     # -- rows
 
     def open_row(self, request_id: RequestID) -> Row:
-        """A row without pages; CapacityError if all are taken."""
+        """Take a free row, without pages; CapacityError if no row is free."""
         if not self.free_rows:
             raise CapacityError(
                 f"claim of {request_id!r}: expected a free row among the max_batch_size="
@@ -89,16 +89,15 @@ class Replica:
         return Row(request_id, self.index, self.free_rows.pop(), len(self.leaves))
 
     def open_dummy(self, request_id: RequestID) -> Row:
-        """A row that points at the null page in every leaf."""
+        """Take a free row that points at the null page in every leaf."""
         row = self.open_row(request_id)
         row.become_dummy([leaf.null for leaf in self.leaves], self.settings)
         return row
 
     def close_row(self, row: Row) -> list[list[bytes]]:
-        """Free all pages of the row, tail first, and the row itself.
+        """Free the row and all its pages, the last page first.
 
-        Returns, per leaf, digests of the pages that it freed and had committed, in the order of
-        tokens.
+        Returns, per leaf, digests of the freed pages that were committed, in the order of tokens.
         """
         for i, leaf in enumerate(self.leaves):
             leaf.clear(row, i)
@@ -106,10 +105,11 @@ class Replica:
         self.batch.forget()
         return [row.digests[passed : row.committed] for passed in row.passed]
 
-    # -- alloc: what `planner` planned is applied
+    # -- alloc: `planner` plans, `apply` carries out
 
     def pct_used_after(self, ctx: TextContext, row: Row | None, loadable: Loadable | None) -> float:
-        """Percent of the fullest leaf's pages held after `alloc`; `row` is None before `claim`."""
+        """Percentage of the fullest leaf's pages in use after `alloc`; `row` is None before
+        `claim`."""
         row = Row(ctx.request_id, self.index, 0, len(self.leaves)) if row is None else row
         costs = self.planner.forecast(ctx, row, loadable)
         return max(
@@ -118,7 +118,8 @@ class Replica:
         )
 
     def apply(self, plan: AllocPlan) -> list[Load]:
-        """Cannot fail; returns what is to be loaded. Hits first: no other row reallocates them."""
+        """Carry out a plan and return the loads to start. Cannot fail. All hits are held before
+        fresh pages are taken, so that no row reallocates them."""
         for one in plan.rows:
             if one.row.phase is CLAIMED:
                 self._open(one)
@@ -130,9 +131,9 @@ class Replica:
         return loads
 
     def _open(self, plan: RowPlan) -> None:
-        """First pages of a row: what the cache gave, with null pages before a window.
+        """Give a row its cached pages, with null pages before a window.
 
-        Null pages also stand where pages are to be loaded, until `_take_for_load` takes them.
+        Null pages also stand for pages to be loaded, until `_take_for_load` takes these.
         """
         ctx, row, hit = plan.ctx, plan.row, plan.hit
         row.root, row.digests, row.committed = plan.root, plan.digests, hit
@@ -194,7 +195,7 @@ class Replica:
         return Load(plan.ctx, row, plan.hit, arrivals)
 
     def land(self, load: Load) -> None:
-        """The pages of the load hold their content: publish them, and let the row run."""
+        """Finish a load: publish its pages, which hold their content, and let the row run."""
         row, hit = load.row, load.hit
         stored = []
         for i, at, page, digest in reversed(load.arrivals):
@@ -210,7 +211,7 @@ class Replica:
         self._count_hit(hit, sum(hit - passed for passed in row.passed) - len(load.arrivals))
 
     def adopt(self, load: Load, landed: int) -> None:
-        """The first pages of a load hold their content, but its row has none: publish them."""
+        """Publish the first `landed` pages of a load; its row holds no pages any more."""
         stored = [
             (i, at)
             for i, at, page, digest in reversed(load.arrivals[:landed])
@@ -220,7 +221,8 @@ class Replica:
             self._note(i, load.ctx, load.row, at)
 
     def roll_back(self, load: Load, landed: int) -> None:
-        """A load failed: the row owns no page, as after `claim`. Pages that landed are cached."""
+        """Undo a failed load: the row owns no page, as after `claim`. The first `landed` pages
+        become cached."""
         row = load.row
         for i, leaf in enumerate(self.leaves):
             leaf.clear(row, i)
@@ -236,9 +238,9 @@ class Replica:
     # -- after a step
 
     def step(self, awake: Sequence[tuple[TextContext, Row]]) -> list[Committed]:
-        """Commit what is full and processed; let windows pass. Cannot fail.
+        """Commit full, processed pages, and free pages behind windows. Cannot fail.
 
-        Returns the pages that were committed, except those whose content another page holds.
+        Returns the committed pages, without pages whose content another page holds.
         """
         committed: list[Committed] = []
         for ctx, row in awake:
@@ -247,7 +249,7 @@ class Replica:
         return committed
 
     def commits(self, row: Row) -> bool:
-        """Whether other requests may take its pages: not where a reset came since it was opened."""
+        """Whether the row's pages are committed: not after a reset since its first pages."""
         return self.settings.prefix_caching and row.epoch is self.prefixes.epoch
 
     def _advance(self, ctx: TextContext, row: Row, committed: list[Committed]) -> None:
@@ -262,7 +264,7 @@ class Replica:
         row.wake = min(wakes)
 
     def _commit(self, ctx: TextContext, row: Row, committed: list[Committed]) -> None:
-        """Offer full, processed pages to the index; the last token is never hashed."""
+        """Commit full, processed pages to the index; the last token is never hashed."""
         size = self.settings.page_size
         full = min(min(ctx.processed_length, ctx.current_length - 1) // size, row.num_pages)
         first = row.committed
@@ -284,7 +286,7 @@ class Replica:
         row.committed = full
 
     def _note(self, i: int, ctx: TextContext, row: Row, at: int) -> None:
-        """The page at position `at` of the row was committed in leaf `i`."""
+        """Add to leaf `i`'s journal that the page at position `at` of the row was committed."""
         journal = self.leaves[i].pool.journal
         if journal is not None:
             size = self.settings.page_size
@@ -292,7 +294,7 @@ class Replica:
             journal.append(Stored(row.digests[at], row.digests[at - 1] if at else None, tokens))
 
     def _slide(self, ctx: TextContext, row: Row, i: int, window: int) -> None:
-        """Free the pages that no later query sees; they become the null page in the row."""
+        """Free the pages that no later query sees; the null page replaces them in the row."""
         visible = ctx.processed_length - window + 1
         passed = min(max(0, visible) // self.settings.page_size, row.num_pages)
         if passed <= row.passed[i]:
@@ -305,7 +307,7 @@ class Replica:
         leaf.pool.drop(reversed(gone))
 
     def _point(self, row: Row, i: int, at: int, page: int) -> None:
-        """Position `at` of the row is `page` from now on, in leaf `i`."""
+        """Set position `at` of the row to `page` in leaf `i`."""
         leaf = self.leaves[i]
         row.pages[i][at] = page
         leaf.table[row.index, at] = page
@@ -315,17 +317,17 @@ class Replica:
 
     @property
     def followed(self) -> Leaf:
-        """The leaf that keeps whole prefixes, or the first: `follow` tells of its pages."""
+        """The leaf whose events `follow` records: the first without a window, or the first leaf."""
         return next((leaf for leaf in self.leaves if not leaf.window), self.leaves[0])
 
     def follow(self) -> list[Event]:
-        """A list that what happens to committed pages is appended to from now on."""
+        """Start and return the list to which events of committed pages are appended."""
         pool = self.followed.pool
         pool.journal = [Cleared()]
         return pool.journal
 
     def reset_prefix_cache(self) -> None:
-        """Un-commit all pages; the rows that are open now commit nothing more."""
+        """Un-commit all pages; rows that are claimed now commit no more pages."""
         for leaf in self.leaves:
             leaf.pool.forget()
 

@@ -1,4 +1,4 @@
-"""What a replica knows about a claimed request."""
+"""State of a claimed request in a replica."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ UNBOUNDED = sys.maxsize
 
 
 class Phase(Enum):
-    """Where a row is between `claim` and `release`.
+    """State of a row between `claim` and `release`.
 
     CLAIMED --alloc--> ALLOCATED
        | ^                 ^
@@ -30,7 +30,7 @@ class Phase(Enum):
 
 
 CLAIMED, LOADING, ALLOCATED, DUMMY = Phase
-"""For hot code: in Python 3.11 an attribute of an Enum takes as long as a call."""
+"""Members of Phase for hot code: in Python 3.11 `Phase.CLAIMED` takes as long as a call."""
 
 
 class Row:
@@ -42,10 +42,11 @@ class Row:
     - `capacity`: tokens that the pages hold; `limit`: alloc needs nothing up to this many tokens
       (0 while prefill tokens are still to be counted)
     - `wake`: step needs nothing below this many processed tokens
-    - `digests`: of the pages hashed so far, after `root`; `committed`: pages offered to the index
-    - `epoch`: of the cache when the row got its first pages; in another it commits nothing. None:
-      it never does
-    - `prefill_end`, `counted`: tokens that are prefill, and how many of them metrics have seen
+    - `digests`: digests of the pages hashed so far, after `root`; `committed`: number of pages that
+      were committed to the index
+    - `epoch`: epoch of the cache when the row got its first pages; in another epoch the row commits
+      nothing; with None it never commits
+    - `prefill_end`, `counted`: number of prefill tokens, and how many of them metrics have counted
     """
 
     __slots__ = (
@@ -83,10 +84,10 @@ class Row:
         self.prefill_end = self.counted = 0
 
     def enter(self, phase: Phase, settings: PoolSettings) -> None:
-        """Be in `phase` with the pages that the row has now.
+        """Set the phase, for the pages that the row has now.
 
-        The one method that sets `capacity` and `limit`, which hot loops read in place of the phase,
-        and that starts `wake`.
+        Only this method sets `capacity` and `limit`, which hot loops read instead of the phase. It
+        also sets the first `wake`.
         """
         self.phase = phase
         if phase is DUMMY:
@@ -99,7 +100,7 @@ class Row:
             self.capacity = self.limit = self.wake = 0
 
     def become_dummy(self, null_pages: Sequence[int], settings: PoolSettings) -> None:
-        """Every call on it does nothing from now on; its lookup row is all null pages."""
+        """Turn the row into a dummy: no call has an effect on it, and all its pages are null."""
         self.pages = [[null] for null in null_pages]
         self.passed = [1] * len(null_pages)
         self.enter(DUMMY, settings)

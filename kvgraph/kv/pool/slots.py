@@ -1,4 +1,4 @@
-"""Which sequence has which slot: the bookkeeping of a cache without pages."""
+"""Slots of sequences: the bookkeeping of a cache without pages."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from kvgraph.kv.requests import RequestID, at_replica, require_key, require_uncl
 class Slots:
     """Slots `[0, count)` of each replica; a sequence has one from its claim to its release.
 
-    A slot that is claimed by number has a sequence of that id. Nothing changes where a call fails.
+    If a slot is claimed by number, the number is the id of its sequence. A call that fails changes
+    nothing.
     """
 
     def __init__(self, count: int, num_replicas: int) -> None:
@@ -26,15 +27,16 @@ class Slots:
         return set(at_replica(self._free, replica_idx, call))
 
     def unnamed(self, replica_idx: int, call: str) -> set[int]:
-        """The free slots whose numbers name no sequence anywhere."""
+        """Free slots of a replica whose numbers are not ids of claimed sequences."""
         return self.free(replica_idx, call) - self._claimed.keys()
 
     def replica_of(self, request_id: RequestID) -> int | None:
-        """Where the sequence is claimed, if it is."""
+        """Index of the replica on which the sequence is claimed; None if it is not claimed."""
         return self._claimed.get(request_id, (None, 0))[0]
 
     def claim(self, request_id: RequestID, replica_idx: int) -> None:
-        """Claim the lowest free slot; RequestError if claimed already, CapacityError if all are."""
+        """Claim the lowest free slot. RequestError if the sequence is claimed already,
+        CapacityError if no slot is free."""
         free = at_replica(self._free, replica_idx, "claim")
         require_key(request_id)
         require_unclaimed(request_id, self.replica_of(request_id))
@@ -48,7 +50,7 @@ class Slots:
         self._claimed[request_id] = (replica_idx, slot)
 
     def claim_numbers(self, seq_ids: Sequence[int], replica_idx: int) -> None:
-        """Claim the slots of these numbers, all of them or none."""
+        """Claim the slots with these numbers: all, or none with RequestError."""
         require_numbers(seq_ids, self.unnamed(replica_idx, "external_claim"))
         self._free[replica_idx].difference_update(seq_ids)
         self._claimed.update((seq_id, (replica_idx, seq_id)) for seq_id in seq_ids)
@@ -79,7 +81,7 @@ def no_slots(manager: object) -> UnsupportedError:
 
 
 def lowest(n: int, free: Collection[int]) -> list[int]:
-    """Numbers of `n` slots to claim; RequestError if n < 1, CapacityError if fewer are free."""
+    """The `n` lowest free slots; RequestError if n < 1, CapacityError if fewer are free."""
     n = whole("claim_slots", n, RequestError, least=1)
     if n > len(free):
         raise CapacityError(f"claim_slots: expected {n} free slots, got {len(free)}")
@@ -87,8 +89,8 @@ def lowest(n: int, free: Collection[int]) -> list[int]:
 
 
 def require_numbers(seq_ids: Sequence[int], free: set[int]) -> None:
-    """RequestError unless the numbers are of different free slots."""
-    numbers = [as_integer(seq_id) for seq_id in seq_ids]  # of a number that is none: None
+    """Raise RequestError unless the numbers name different free slots."""
+    numbers = [as_integer(seq_id) for seq_id in seq_ids]  # None for a value that is no integer
     if len(set(numbers)) < len(numbers) or not free.issuperset(numbers):
         raise RequestError(
             f"external_claim: expected different free slots of {sorted(free)}, got {list(seq_ids)}"
@@ -96,7 +98,7 @@ def require_numbers(seq_ids: Sequence[int], free: set[int]) -> None:
 
 
 def require_name(request_id: RequestID) -> None:
-    """RequestError for a number: once `claim(n)` claimed n slots."""
+    """Raise RequestError for a number: the caller may mean `claim_slots(n)`."""
     if isinstance(request_id, Integral):
         raise RequestError(
             f"claim: expected the id of a request, got the number {request_id}; "

@@ -1,1 +1,1 @@
-"""Tiers: pages that outlive the device, the process and the machine."""
+"""Tiers below the device memory: host, disk and remote stores of pages."""

@@ -1,4 +1,4 @@
-"""The address of a remote tier: what it has to look like, and what a message may say of it."""
+"""The address of a remote tier: its format, and its form in messages, without credentials."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ SCHEMES = ("redis", "rediss", "unix")
 DEFAULT_PORT = 6379
 
 OPTIONS = ("db", "username", "password", "client_name")
-"""Options behind '?' that an address may have, with those that begin with ssl_. Time limits and
-retries are the tier's own."""
+"""Options that an address may have after '?', besides options that begin with ssl_. Time limits
+and retries cannot be set: the tier sets them."""
 
 MOST_SAID = 200
-"""Characters of what a server or a library said that are passed on."""
+"""Most characters of a server's or a library's message that are passed on."""
 
 
 def require_address(url: str) -> None:
-    """StoreError for an address that cannot be one; it says nothing of credentials."""
+    """Raise StoreError for a malformed address; the message has no credentials."""
     failed = "remote tier: expected an address such as redis://host:6379/0, got one "
     scheme, authority, behind = _parts(url)
     if scheme not in SCHEMES:
@@ -53,7 +53,7 @@ def require_address(url: str) -> None:
 
 
 def server_of(url: str) -> str:
-    """What a message may say of an address: no credentials."""
+    """Host and port, or socket path, of an address for messages, without credentials."""
     scheme, authority, behind = _parts(url)
     if scheme not in SCHEMES or "@" in behind:
         return "a server"
@@ -68,21 +68,21 @@ def server_of(url: str) -> str:
 
 
 def said(what: object) -> str:
-    """One line of what somebody else said, cut, with escapes for what cannot be printed."""
+    """A foreign message as one line, cut to MOST_SAID characters; unprintable ones are escaped."""
     line = " ".join(str(what).split())[:MOST_SAID]
     escaped = (c if c.isprintable() else c.encode("unicode_escape").decode() for c in line)
     return "".join(escaped)[:MOST_SAID]
 
 
 def _parts(url: str) -> tuple[str, str, str]:
-    """Scheme, authority, and what is behind the authority; the scheme is empty without `://`."""
+    """Scheme, authority, and the text after the authority; the scheme is empty without `://`."""
     scheme, mark, rest = url.partition("://")
     authority = re.split(r"[/?#]", rest, maxsplit=1)[0]
     return (scheme if mark else ""), authority, rest[len(authority) :]
 
 
 def _host_and_port(authority: str) -> tuple[str, int | None] | None:
-    """None where they are malformed: urllib's own sentence may hold a piece of a password."""
+    """Host and port; None if malformed, since urllib's error text may hold a part of a password."""
     try:
         parts = urlsplit(f"redis://{authority}")
         return parts.hostname or "", parts.port

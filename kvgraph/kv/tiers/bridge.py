@@ -1,10 +1,10 @@
-"""What the managers' bookkeeping and the tiers tell each other.
+"""Connects the bookkeeping of a manager's replicas with the tiers.
 
     ask -> (alloc: fresh pages, a load starts) -> poll: landed, or rolled back to computing
     commit -> offload -> poll: the pages may be reallocated again
 
-Pages that a transfer copies from or to are pinned until it ends. After a reset transfers that
-began before it end as if they had failed.
+Pages that a transfer copies from or to are pinned until it ends. After a reset, transfers that
+began before the reset end as if they had failed.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ T = TypeVar("T")
 
 
 class Loading:
-    """A load that is on its way; `is_released`: its row is gone."""
+    """A running load. `is_released`: the request of its row was released."""
 
     __slots__ = ("epoch", "is_released", "load", "replica", "transfer")
 
@@ -46,7 +46,7 @@ class Loading:
 
 
 class TierBridge:
-    """One connector behind all replicas of a manager; `pools[replica][leaf]` hold their pages."""
+    """One connector for all replicas of a manager; `pools[replica][leaf]` hold their pages."""
 
     def __init__(
         self,
@@ -69,7 +69,7 @@ class TierBridge:
         self._metrics_before = KVCacheMetrics()
 
     def rebuilt(self, replicas: Sequence[Replica]) -> TierBridge:
-        """The same tiers behind `replicas` that know of no transfer; metrics go on."""
+        """A bridge from the same tiers to new `replicas`, without transfers; metrics are kept."""
         fresh = TierBridge(self.connector, replicas, self.pools)
         fresh._metrics_before = self._metrics_before
         return fresh
@@ -77,7 +77,7 @@ class TierBridge:
     # -- before alloc
 
     def ask(self, replica_idx: int, contexts: Sequence[TextContext]) -> list[bool]:
-        """Whether `alloc` can know what to load; False while the tiers are looking.
+        """For each request, whether `alloc` can plan its loads; False during a look-up.
 
         Also False while the first page that the device lacks is being loaded for another request.
         """
@@ -91,18 +91,18 @@ class TierBridge:
         return [self._is_ready(replica, ctx) for ctx in contexts]
 
     def loadable(self, replica_idx: int, ctx: TextContext) -> list[set[bytes]] | None:
-        """Per leaf, digests of the pages that the tiers hold; None where no answer is valid."""
+        """Digests, per leaf, of the pages that the tiers hold; None without a valid answer."""
         lookup = self._lookup_of(ctx)
         epoch = self._replicas[replica_idx].prefixes.epoch
         return None if lookup is None or not lookup.is_valid(epoch) else lookup.present()
 
     def _lookup_of(self, ctx: TextContext) -> TierLookup | None:
-        """The request's look-up, unless it was made for another context of its id."""
+        """The request's look-up; None if there is none, or if it is of another context."""
         lookup = self._lookups.get(ctx.request_id)
         return lookup if lookup is not None and lookup.ctx is ctx else None
 
     def _due(self, replica: Replica, ctx: TextContext) -> TierLookup | None:
-        """What to ask about the context now, if anything."""
+        """The look-up to ask the tiers now for the context; None if no new one is needed."""
         lookup = self._lookup_of(ctx)
         if lookup is not None and lookup.epoch is replica.prefixes.epoch:
             lookup = self._lookups[ctx.request_id] = lookup.newest()
@@ -121,7 +121,8 @@ class TierBridge:
         hit = replica.prefixes.joint(digests)
         keys = []
         for leaf, own in zip(replica.leaves, self.pools[replica.index], strict=True):
-            # What the device has behind the hit it may lose unnoticed; less of the hit is noticed.
+            # All pages after the hit are asked for, also those on the device, which it may lose
+            # unnoticed. `_due` notices if the hit itself becomes shorter.
             behind = digests[replica.prefixes.first_visible(leaf, hit) : hit]
             wanted = [digest for digest in behind if digest not in leaf.pool.index]
             wanted += digests[hit:]
@@ -129,7 +130,7 @@ class TierBridge:
         return TierLookup(ctx, replica.prefixes.epoch, digests, hit, keys)
 
     def _forget_the_gone(self) -> None:
-        """A request that was given up before it was claimed is released by none."""
+        """Drop look-ups of dead contexts: a request that is never claimed is never released."""
         self._lookups = {
             request_id: lookup
             for request_id, lookup in self._lookups.items()
@@ -144,7 +145,7 @@ class TierBridge:
         return hit == len(lookup.digests) or lookup.digests[hit] not in self._coming
 
     def planned(self, plan: Callable[[], T]) -> T:
-        """`plan()`, once the tiers have given up the pages that they hold if it needs them."""
+        """Return `plan()`; if it lacks pages, make the tiers give up pages and try again."""
         while True:
             try:
                 return plan()
@@ -156,7 +157,7 @@ class TierBridge:
     # -- loads
 
     def start(self, replica_idx: int, loads: Sequence[Load]) -> None:
-        """Load what `Replica.apply` took pages for."""
+        """Start the loads that `Replica.apply` returned."""
         for load in loads:
             moves = [
                 self._move(replica_idx, leaf, page, digest)
@@ -167,10 +168,11 @@ class TierBridge:
             self._loading[transfer] = Loading(self._replicas[replica_idx], load, transfer)
 
     def release(self, row: Row, freed: Sequence[Sequence[bytes]]) -> None:
-        """The row is released, and of each leaf the pages of these digests are free.
+        """Forget a released row. `freed`: digests of its freed pages, per leaf.
 
-        Its load may be on its way, or have ended unseen by `poll`. A request that owned no page
-        keeps its look-up: where a load failed that says so, and the request is computed.
+        Its load may be running, or have ended before `poll` returned it. A request without pages
+        keeps its look-up: after a failed load it says that nothing can be loaded, so that the
+        request is computed.
         """
         self._ended.pop(row.request_id, None)
         if row.phase is Phase.LOADING:
@@ -186,7 +188,7 @@ class TierBridge:
                 self.connector.cancel(loading.transfer)
 
     def _touch(self, replica_idx: int, freed: Sequence[Sequence[bytes]]) -> None:
-        """These pages were used: the start of the prefix most of all."""
+        """Mark pages as used; the start of a prefix becomes the most recently used page."""
         self.connector.touch(
             [
                 page_key(digest, own.leaf, own.shards)
@@ -198,7 +200,7 @@ class TierBridge:
     # -- offloads
 
     def offload(self, replica_idx: int, committed: Sequence[Committed]) -> None:
-        """After a step: queue what it committed."""
+        """Queue copies of the pages that a step committed, and pin these pages."""
         if committed:
             moves = [self._move(replica_idx, *page) for page in committed]
             for move in self.connector.offload(moves):
@@ -211,17 +213,17 @@ class TierBridge:
     # -- what ended
 
     def poll(self) -> dict[RequestID, bool]:
-        """Requests whose load ended since the last call: True if they can run on.
+        """Requests with a load that ended since the last call: True if they can run on.
 
-        The others own no page any more and have processed nothing; `alloc` computes them, from
-        where their load ended on.
+        The others own no page any more and have no processed tokens; `alloc` computes them, from
+        the first page that was not loaded.
         """
         self.settle()
         ended, self._ended = self._ended, {}
         return ended
 
     def settle(self) -> None:
-        """Do what `poll` does, and keep its answer for it."""
+        """Process ended transfers, and keep the results for the next `poll`."""
         for transfer in self.connector.poll():
             if transfer.is_load:
                 self._end_load(self._loading.pop(transfer))
@@ -248,7 +250,7 @@ class TierBridge:
             self._lookups[load.row.request_id] = nothing
 
     def reset(self) -> None:
-        """After the pools forgot: empty the tiers, and end what is on its way, unpublished."""
+        """Empty the tiers and cancel all loads, after the pools un-committed all pages."""
         self._coming.clear()
         for transfer in self._loading:
             self.connector.cancel(transfer)
@@ -257,7 +259,7 @@ class TierBridge:
     # -- metrics
 
     def read_metrics(self) -> KVCacheMetrics:
-        """What the tiers did since the last reset."""
+        """Counters of the tiers since the last reset."""
         return self.connector.metrics() - self._metrics_before
 
     def reset_metrics(self) -> None:

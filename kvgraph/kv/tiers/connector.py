@@ -1,7 +1,7 @@
-"""What moves pages between the device and the tiers below it, as a manager sees it.
+"""Interface that moves pages between the device and the tiers below it, for a manager.
 
-Order of a step: load, offload, run. Nothing here waits for a copy or for I/O but the calls that
-say so, and nothing raises for a tier that fails: what it held is missed.
+Order of a step: load, offload, run. Only calls that say so wait for a copy or for I/O. No call
+raises for a tier that fails: its pages are misses.
 """
 
 from __future__ import annotations
@@ -23,10 +23,11 @@ class Move(NamedTuple):
 
 
 class Lookup:
-    """Which of `keys` (key, record size) the tiers hold: `present` once `done`; only advice.
+    """Look-up of `keys` (key, record size). `present`: keys that the tiers hold, complete once
+    `done`; pages may still be missing when they are loaded.
 
-    Until then `present` is what the tiers that answered hold; it is replaced, never changed, since
-    another thread may read it.
+    Before `done`, `present` has the keys of the tiers that answered so far. It is replaced, never
+    changed in place, since another thread may read it.
     """
 
     __slots__ = ("done", "keys", "present")
@@ -40,14 +41,15 @@ class Lookup:
         self.present = self.present | {key for key, _ in self.keys if key in found}
 
     def so_far(self) -> Lookup:
-        """What is present now as an answer that is done."""
+        """A finished look-up with the keys that are present now."""
         answer = Lookup()
         answer.present = self.present
         return answer
 
 
 class Transfer:
-    """Moves that end together: a load, whose first `landed` pages landed, or an offload."""
+    """Moves that end together: a load or an offload. `landed`: number of a load's first pages that
+    were loaded."""
 
     __slots__ = ("is_cancelled", "is_load", "landed", "moves")
 
@@ -59,84 +61,84 @@ class Transfer:
 
     @property
     def ok(self) -> bool:
-        """Whether all of a load's pages landed."""
+        """Whether this is a load and all its pages were loaded."""
         return self.is_load and self.landed == len(self.moves)
 
 
 class Connector(Protocol):
-    """What a manager asks of the tiers, from one thread."""
+    """The tiers as a manager uses them, from one thread."""
 
     def lookup(self, asked: Sequence[Sequence[tuple[bytes, int]]]) -> list[Lookup]:
-        """For each request, which pages (key, record size) could be loaded.
+        """Look up, for each request, which pages (key, record size) could be loaded.
 
-        Done at once where no store is asked; those that are not are asked together.
+        A look-up is done at once if no store must be asked; all others are asked together.
         """
 
     def load(self, moves: Sequence[Move]) -> Transfer:
-        """Copy pages to the device, in order: all of them, or the transfer is not `ok`.
+        """Start copies of pages to the device, in order; the transfer is `ok` if all succeed.
 
         The caller keeps the pages held until `poll` returns the transfer.
         """
 
     def cancel(self, transfer: Transfer) -> None:
-        """No request waits for this load any more: end it soon, landed or not."""
+        """End a load soon, because no request waits for it any more."""
 
     def offload(self, moves: Sequence[Move]) -> list[Move]:
-        """Queue copies of committed pages; returns those that it took.
+        """Queue copies of committed pages; return the moves that were queued.
 
-        The caller keeps these pages held until `poll` returns them; the rest is known below
-        already, or dropped and counted.
+        The caller keeps these pages held until `poll` returns them. Other pages are in the tiers
+        already, or are dropped and counted.
         """
 
     def has_settled(self, keys: Collection[bytes]) -> bool:
-        """Whether no page of these keys is on its way down: the stores have it, or never will."""
+        """Whether no page of these keys is still being copied or written to a tier."""
 
     def touch(self, keys: Sequence[bytes]) -> None:
-        """These pages were used; the last of them is the most precious."""
+        """Mark pages as used; the last key becomes the most recently used one."""
 
     def poll(self) -> Sequence[Transfer]:
-        """What ended since the last call."""
+        """Transfers that ended since the last call."""
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Block until `poll` has something to return or a look-up is done.
+        """Block until `poll` has a transfer to return or a look-up is done.
 
-        False: timed out, or closed.
+        Returns False after the timeout, or if closed.
         """
 
     def yield_pages(self) -> bool:
-        """The device is short of pages: end what holds them, soonest. False if nothing does.
+        """Free pages that transfers hold, because the device lacks pages; False if none holds any.
 
-        Waits for copies that go on; drops offloads that wait for slots.
+        Waits for running copies; drops offloads that wait for slots.
         """
 
     def drain(self) -> None:
-        """End every load and offload, and forget them: `poll` tells of none of them.
+        """End and forget every load and offload: `poll` returns none of them.
 
-        Waits for copies that go on; the rest is dropped.
+        Waits for running copies; drops the rest.
         """
 
     def reset(self) -> None:
-        """Empty every tier but the bound prefixes; returns when that is done.
+        """Empty every tier except the bound prefixes; return when they are empty.
 
-        Nothing that was offloaded or loaded before is held after it. Queued offloads end here;
-        transfers that have begun go on, and `poll` returns them.
+        No page that was offloaded or loaded before is held afterwards. Queued offloads end here;
+        running transfers go on, and `poll` returns them.
         """
 
     def metrics(self) -> KVCacheMetrics:
-        """Counters of copies and I/O since the start; `inflight_ops` is now's."""
+        """Counters of copies and I/O since the start; `inflight_ops` is the current number."""
 
     def stats(self) -> dict[str, StoreStats]:
         """Figures of each tier by its name, from the host down."""
 
     def close(self) -> None:
-        """Finish what is queued, end the threads and close the stores. Idempotent.
+        """Finish queued work, end the threads and close the stores. Idempotent.
 
-        What is queued then has 10 seconds; what is left is dropped and counted. From its start on
+        Queued work has 10 seconds; the rest is dropped and counted. As soon as it is called,
         look-ups find nothing, loads fail and offloads are refused. In a fork it does nothing.
         """
 
     def drop_queued(self) -> None:
-        """Take no more pages down, and drop and count those that wait: `close` waits for none."""
+        """Refuse offloads, and drop and count queued copies and writes: `close` waits for none."""
 
     def abandon(self) -> None:
-        """As `close`, but return at once: a finaliser may call it, wherever it runs."""
+        """Close without waiting; a finaliser may call it in any thread."""

@@ -1,4 +1,4 @@
-"""Pages between a device's pools and rows of host memory.
+"""Copies of pages between a device's pools and rows of host memory.
 
 A row is the bytes of one page of one buffer: `[nbytes of buffer[page]]`, uint8, contiguous.
 """
@@ -20,11 +20,11 @@ Rows = Sequence[npt.NDArray[np.uint8]]
 
 @runtime_checkable
 class PageCopier(Protocol):
-    """What a session adds whose pools are not host memory. Called from a worker thread.
+    """Methods that a session with device memory adds. Worker threads call them.
 
-    Both return when the bytes have landed. They may run during a step: no step writes a page that
-    is copied out or reads one that is copied in. `pages` and rows go in pairs; a row stays where
-    it is until the call returns, and lies in memory of `pinned_host_bytes`.
+    Both copies return when the bytes are at their destination. They may run during a step: no step
+    writes a page that is copied out, or reads a page that is copied in. `pages[i]` belongs to
+    `rows[i]`; a row is in memory of `pinned_host_bytes` and does not move during the call.
     """
 
     def copy_pages_out(self, buffer: Buffer, pages: Sequence[int], rows: Rows) -> None:
@@ -34,14 +34,14 @@ class PageCopier(Protocol):
         """`buffer[pages[i]] = rows[i]`, before all steps that run after the call returned."""
 
     def pinned_host_bytes(self, nbytes: int) -> npt.NDArray[np.uint8]:
-        """Host memory that the device copies from and to at full speed, `[nbytes]`.
+        """Allocate host memory `[nbytes]` that the device copies from and to at full speed.
 
-        CapacityError or MemoryError where the system does not give it.
+        CapacityError or MemoryError if the system refuses it.
         """
 
 
 class HostCopier:
-    """Pools that are NumPy arrays, of any dtype."""
+    """A PageCopier for pools that are NumPy arrays of any dtype."""
 
     def copy_pages_out(self, buffer: Buffer, pages: Sequence[int], rows: Rows) -> None:
         for page, row in zip(pages, rows, strict=True):
@@ -56,16 +56,16 @@ class HostCopier:
 
 
 def page_bytes(buffer: Buffer, page: int) -> npt.NDArray[np.uint8]:
-    """A host pool's page as bytes, a view."""
+    """One page of a host pool as bytes; a view."""
     pool: Array = buffer.handle
     row: npt.NDArray[np.uint8] = pool[page].reshape(-1).view(np.uint8)
     return row
 
 
 def copier_of(session: object, buffers: Sequence[Buffer]) -> PageCopier:
-    """What copies pages of `buffers`: the session where it can, NumPy for host arrays.
+    """The copier for pages of `buffers`: the session if it can copy, otherwise NumPy.
 
-    DeviceError for pools on a device whose session cannot.
+    DeviceError for pools on a device if the session cannot copy.
     """
     if isinstance(session, PageCopier):
         return session

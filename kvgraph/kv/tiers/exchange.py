@@ -1,4 +1,4 @@
-"""Committed pages read from, and put into, the pools of a replica outside of any request."""
+"""Read committed pages from a replica's pools, or add pages to them, without a request."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvgraph.kv.tiers.leaf_pools import LeafPools
 
 
 class LeafPages(NamedTuple):
-    """Pages of one leaf and what they hold: `pages[i]` the end of the prefix `digests[i]`."""
+    """Pages of one leaf and their content: `pages[i]` holds the end of the prefix `digests[i]`."""
 
     pools: LeafPools
     digests: Sequence[bytes]
@@ -25,7 +25,7 @@ class LeafPages(NamedTuple):
         return self.pools.record_size * len(self.pages)
 
     def only(self, at: Sequence[int]) -> LeafPages:
-        """Those at these positions."""
+        """The pages at the positions `at`."""
         return LeafPages(self.pools, [self.digests[i] for i in at], [self.pages[i] for i in at])
 
 
@@ -33,7 +33,7 @@ class LeafPages(NamedTuple):
 def held_pages(
     leaves: Sequence[Leaf], leaf_pools: Sequence[LeafPools], digests: Sequence[Sequence[bytes]]
 ) -> Iterator[list[LeafPages]]:
-    """The committed pages of `digests[leaf]`; none is reallocated within the scope."""
+    """Yield the committed pages of `digests[leaf]`; none is reallocated within the scope."""
     held = [
         LeafPages(pools, own, [leaf.pool.index[digest] for digest in own])
         for leaf, pools, own in zip(leaves, leaf_pools, digests, strict=True)
@@ -49,12 +49,12 @@ def adopted_pages(
     digests: Sequence[Sequence[bytes]],
     stored: Iterable[Stored],
 ) -> Iterator[list[LeafPages]]:
-    """Free pages for those of `digests[leaf]` that the device lacks, to be filled in the scope.
+    """Yield free pages for the `digests[leaf]` that the device lacks; fill them in the scope.
 
-    At its end they are committed and free; after an error, or a reset of the cache within the
-    scope, they are free as before. Those that the device has stay there, and do not count as free.
-    InsufficientPagesError if too few are free. `stored` says what the journal tells of a page; of
-    one that is not there its digest alone.
+    At the scope's end they are committed and free; after an error, or a reset of the cache within
+    the scope, they are free and not committed. Pages that the device already has stay there, and do
+    not count as free. InsufficientPagesError if too few pages are free. `stored`: the journal's
+    events for the pages; a page without one is recorded with its digest only.
     """
     pools = [leaf.pool for leaf in leaves]
     present = [
@@ -82,7 +82,7 @@ def adopted_pages(
 
 @contextmanager
 def _pinned(pools: Sequence[PagePool], pages: Sequence[Sequence[int]]) -> Iterator[None]:
-    """None of `pages[pool]` is reallocated within the scope."""
+    """Pin `pages[pool]`: none of them is reallocated within the scope."""
     for pool, own in zip(pools, pages, strict=True):
         pool.pin(own)
     try:
@@ -114,8 +114,8 @@ def _publish(
 
 
 def _renew(pool: PagePool, digests: Sequence[bytes]) -> None:
-    """Those that were there are as young as those that came, and the start of the prefix is the
-    youngest: without it the others cannot be hit."""
+    """Make all pages of a prefix the most recently used, old and new ones alike; its start last of
+    all, since without the start the other pages cannot be hit."""
     pages = [pool.index[digest] for digest in digests if digest in pool.index]
     pool.hold(pages)
     pool.drop(reversed(pages))

@@ -3,8 +3,8 @@
     free ---reserve---> pinned, unseen ---publish---> held (pinned or not) ---evict---> free
                                   '--------unpin, where it was not published-----------^
 
-A slot is pinned while somebody copies to or from it. Besides the tier's own pages the slab has
-staging slots, through which pages pass on their way between the device and the stores below.
+A slot is pinned while a copy to or from it runs. Besides the tier's own pages the slab has staging
+slots, through which pages pass between the device and the stores below.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Bytes = npt.NDArray[np.uint8]
 
 
 class Slot:
-    """Room for one record; `pins` counts who copies to or from `data`, `[record size]`."""
+    """Memory for one record, `data [record size]`. `pins`: number of copies from or to it."""
 
     __slots__ = ("data", "is_held", "key", "pins", "shelf")
 
@@ -32,7 +32,7 @@ class Slot:
 
 
 class Shelf:
-    """The slots of one record size: at most `pages` of them are held at a time."""
+    """Slots of one record size; at most `pages` of them are held at a time."""
 
     def __init__(self, size: int, pages: int, staging: int, slab: Bytes) -> None:
         self.size = size
@@ -43,7 +43,7 @@ class Shelf:
         self._free: list[Slot] = []
 
     def take(self) -> Slot | None:
-        """A free slot, or the oldest held one that is not pinned."""
+        """Take a free slot, or the oldest held slot that is not pinned; None if there is none."""
         if self._free:
             return self._free.pop()
         if self._unused:
@@ -66,8 +66,8 @@ class Shelf:
 class HostStore:
     """Pages in host memory, by key. Not thread-safe: the connector's lock guards it.
 
-    `pages` and `staging` are numbers of slots by record size; `allocate(nbytes)` gives the slab.
-    Memory is only touched as slots are used.
+    `pages`, `staging`: numbers of slots by record size. `allocate(nbytes)` allocates the slab.
+    Memory is only touched when slots are used.
     """
 
     def __init__(
@@ -102,15 +102,16 @@ class HostStore:
         return key in self._shelves[size].held
 
     def knows(self, key: bytes, size: int) -> bool:
-        """Whether the page is held, or on its way."""
+        """Whether the page is held, or a copy to its slot is running."""
         return key in self._shelves[size].held or key in self._reserved
 
     def is_coming(self, key: bytes) -> bool:
-        """Whether the page is on its way to a slot."""
+        """Whether a copy of the page to a slot is running."""
         return key in self._reserved
 
     def reserve(self, key: bytes, size: int) -> Slot | None:
-        """A pinned slot to fill, which no look-up finds; None: all are pinned, or `key` is here."""
+        """Take a pinned slot to fill, which no look-up finds yet. None if all slots are pinned, or
+        if `key` is known."""
         if self.knows(key, size):
             return None
         shelf = self._shelves[size]
@@ -124,7 +125,7 @@ class HostStore:
         return slot
 
     def publish(self, slot: Slot) -> None:
-        """The slot is filled: it joins the tier as its youngest page, if the tier has room."""
+        """Add a filled slot to the tier as its youngest page, if the tier has room."""
         shelf = slot.shelf
         del self._reserved[slot.key]
         if len(shelf.held) >= shelf.pages:
@@ -137,12 +138,12 @@ class HostStore:
         slot.is_held = True
 
     def abandon(self, slot: Slot) -> None:
-        """What a reserved slot holds is not a page."""
+        """Free a reserved slot that was not filled with a page."""
         del self._reserved[slot.key]
         self.unpin(slot)
 
     def pin(self, key: bytes, size: int) -> Slot | None:
-        """The slot that holds `key`, now the youngest; None if there is none."""
+        """Pin the slot that holds `key` and make it the youngest; None if no slot holds it."""
         shelf = self._shelves[size]
         slot = shelf.held.get(key)
         if slot is not None:
@@ -156,7 +157,7 @@ class HostStore:
             slot.shelf.give(slot)
 
     def pin_only(self, slots: Iterable[Slot]) -> None:
-        """Each of `slots` is copied from once, and no other is in use."""
+        """Set the pins of `slots` to one and of all other slots to none."""
         for shelf in self._shelves.values():
             for slot in shelf.held.values():
                 slot.pins = 0
@@ -164,14 +165,14 @@ class HostStore:
             slot.pins = 1
 
     def touch(self, keys: Sequence[bytes]) -> None:
-        """Make these the youngest; the last of them the very youngest."""
+        """Make these pages the youngest, the last key the youngest of all."""
         for key in keys:
             for shelf in self._shelves.values():
                 if key in shelf.held:
                     shelf.held.move_to_end(key)
 
     def clear(self) -> None:
-        """Hold nothing. Slots that are pinned are free once they are not."""
+        """Remove all pages. Pinned slots become free when they are unpinned."""
         for shelf in self._shelves.values():
             for slot in shelf.held.values():
                 slot.is_held = False

@@ -1,4 +1,4 @@
-"""Where the pages of one leaf of one replica lie on its devices."""
+"""Device memory of the pages of one leaf of one replica."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ Records = Sequence[npt.NDArray[np.uint8]]
 
 @dataclass(frozen=True, eq=False)
 class LeafPools:
-    """Pools whose pages together make a record: of each shard `kv_blocks`, then `kv_scales`.
+    """Pools of a leaf; a record is a page of each: per shard `kv_blocks`, then `kv_scales`.
 
-    `shards` says which of how many, such as "0-2/2"; `leaf` is the path in a tree.
+    `shards`: range of shards and their total, such as "0-2/2". `leaf`: path in a tree.
     """
 
     leaf: str
@@ -39,17 +39,17 @@ class LeafPools:
         object.__setattr__(self, "record_size", sum(sizes))
 
     def copy_out(self, pages: Sequence[int], records: Records) -> None:
-        """`records[i] =` page `pages[i]`."""
+        """Copy page `pages[i]` to `records[i]`."""
         for buffer, rows in self._parts(records):
             self.copier.copy_pages_out(buffer, pages, rows)
 
     def copy_in(self, pages: Sequence[int], records: Records) -> None:
-        """Page `pages[i] = records[i]`."""
+        """Copy `records[i]` to page `pages[i]`."""
         for buffer, rows in self._parts(records):
             self.copier.copy_pages_in(buffer, pages, rows)
 
     def _parts(self, records: Records) -> Iterator[tuple[Buffer, Records]]:
-        """Each buffer with its part of every record."""
+        """Yield each buffer with its part of every record."""
         start = 0
         for buffer, size in zip(self.buffers, self.sizes, strict=True):
             yield buffer, [record[start : start + size] for record in records]
@@ -62,7 +62,7 @@ def page_nbytes(buffer: Buffer) -> int:
 
 
 def pools_of(leaf: Leaf, path: str, num_shards: int, session: object) -> LeafPools:
-    """The pools of a replica's leaf; DeviceError where the session cannot copy its pages."""
+    """The pools of a replica's leaf; DeviceError if the session cannot copy its pages."""
     buffers = tuple(buffer for shard in leaf.shards for buffer in shard.all_buffers)
     shards = f"0-{len(leaf.shards)}/{num_shards}"
     return LeafPools(path, shards, buffers, copier_of(session, buffers))

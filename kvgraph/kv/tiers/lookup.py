@@ -1,4 +1,4 @@
-"""What the tiers were asked for a request, and how long the answer serves."""
+"""A request's look-up in the tiers, and how long its answer is valid."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from kvgraph.kv.requests import TextContext
 from kvgraph.kv.tiers.connector import Lookup
 
 ANSWER_SECONDS = 0.25
-"""How long an answer serves before it is asked for again: a request may wait, and tiers change."""
+"""Seconds until an answer is renewed: a request may wait for long, and the tiers change."""
 
 PATIENCE_SECONDS = 0.25
-"""How long a request waits for a look-up; what slower tiers hold is computed."""
+"""Longest wait of a request for a look-up; pages of slower tiers are computed instead."""
 
 
 class TierLookup:
-    """One look-up for a request of `length` tokens, with the connector's `answer` to it.
+    """One look-up for a request of `length` tokens, with the connector's `answer`.
 
-    - `ctx`: the request, None once its owner let go of it
-    - `epoch`: of the cache when it was asked; a reset makes the answer invalid
-    - `digests`: of its pages, of which the device had the first `hit` then
+    - `ctx`: the request; None once its owner has dropped it
+    - `epoch`: the cache's epoch at the look-up; a reset makes the answer invalid
+    - `digests`: digests of the request's pages; `hit`: number of first pages on the device then
     - `keys`: per leaf, the digest of each page that was asked for, by its key
-    - `renewal`: the same asked again; until it is answered the old answer serves
+    - `renewal`: a repeated look-up; the old answer is used until the renewal is answered
     """
 
     __slots__ = (
@@ -61,7 +61,7 @@ class TierLookup:
 
     @classmethod
     def nothing(cls, ctx: TextContext, epoch: object, leaves: int) -> TierLookup:
-        """An answer until the next reset: there is nothing."""
+        """A look-up that found no page; it is valid until the next reset."""
         return cls(ctx, epoch, (), 0, [{}] * leaves)
 
     @property
@@ -69,30 +69,30 @@ class TierLookup:
         return self._ctx()
 
     def wanted(self, sizes: Sequence[int]) -> list[tuple[bytes, int]]:
-        """What to look up; `sizes` are bytes of a record of each leaf."""
+        """Keys to look up, with record sizes. `sizes`: bytes of a record, per leaf."""
         return [(key, size) for keys, size in zip(self.keys, sizes, strict=True) for key in keys]
 
     def present(self) -> list[set[bytes]]:
-        """Per leaf, digests of the pages that the tiers hold."""
+        """Digests, per leaf, of the pages that the tiers hold."""
         found = self.answer.present
         return [{keys[key] for key in keys.keys() & found} for keys in self.keys]
 
     def is_valid(self, epoch: object) -> bool:
-        """Whether the look-up is done, and no reset came after it was asked."""
+        """Whether the look-up is done and `epoch`, the cache's current one, is still the same."""
         return self.answer.done and self.epoch is epoch
 
     def newest(self) -> TierLookup:
-        """This, or its renewal where that is answered."""
+        """The renewal if it is answered, otherwise this look-up."""
         return self.renewal if self.renewal is not None and self.renewal.answer.done else self
 
     def is_answered(self) -> bool:
-        """Whether it is done, or has taken so long that what is known now is the answer."""
+        """Whether the look-up is done; PATIENCE_SECONDS end it with the keys found so far."""
         if not self.answer.done and time.monotonic() > self._asked_at + PATIENCE_SECONDS:
             self.answer = self.answer.so_far()
         return self.answer.done
 
     def is_old(self) -> bool:
-        """Whether it is time to ask again; counted from when the answer was first seen."""
+        """Whether to ask again: ANSWER_SECONDS after the first call that found it done."""
         if not self.answer.done or not self.answer.keys or self.renewal is not None:
             return False
         if self._until == math.inf:

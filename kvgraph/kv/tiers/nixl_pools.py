@@ -1,4 +1,4 @@
-"""Pages by NIXL: the sender writes into the receiver's pools, without a copy on the way."""
+"""Transfer of pages by NIXL: the sender writes into the receiver's pools without extra copies."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ TIMEOUT_SECONDS = 60.0
 """Longest time of one transfer."""
 
 Extent = tuple[int, int, int]
-"""Address, bytes, device: what NIXL calls a descriptor."""
+"""Address, bytes and device: a NIXL descriptor."""
 
 
 class NixlPools:
-    """One NIXL agent over a replica's pools, which are registered for its life.
+    """One NIXL agent over a replica's pools, which stay registered as long as it exists.
 
     DeviceError for pools that are not host memory; MissingDependencyError without NIXL.
     """
@@ -47,12 +47,12 @@ class NixlPools:
         self._registered = self._agent.register_memory(pools, "DRAM")
 
     def describe(self, leaves: Sequence[LeafPages]) -> JsonObject:
-        """Who this is, and where the pages of `leaves` lie: what `write` takes."""
+        """Metadata of this agent and addresses of the pages of `leaves`, for the peer's `write`."""
         metadata = base64.b64encode(self._agent.get_agent_metadata()).decode()
         return {"agent": metadata, "extents": extents(leaves)}
 
     def write(self, leaves: Sequence[LeafPages], other: JsonObject) -> None:
-        """Copy the pages of `leaves` to where `describe` of the other side says."""
+        """Copy the pages of `leaves` to the peer. `other`: result of the peer's `describe`."""
         mine, theirs = extents(leaves), [tuple(extent) for extent in other["extents"]]
         if [size for _, size, _ in mine] != [extent[1] for extent in theirs]:
             raise TransferError(
@@ -87,7 +87,7 @@ class NixlPools:
 
 
 def extents(leaves: Sequence[LeafPages]) -> list[Extent]:
-    """Every page of every buffer of `leaves`: page after page, buffer after buffer."""
+    """Extents of the pages of `leaves`: page after page, and buffer after buffer in each page."""
     return [
         (buffer.handle.ctypes.data + page * size, size, 0)
         for leaf in leaves

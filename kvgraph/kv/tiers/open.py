@@ -1,4 +1,4 @@
-"""Opens the tiers of a manager: sizes of the host's slab, and the stores below it."""
+"""Open the tiers of a manager: the host's slab and the stores below it."""
 
 from __future__ import annotations
 
@@ -15,17 +15,18 @@ from kvgraph.kv.tiers.store import PageStore
 from kvgraph.kv.tiers.tiered import TieredConnector
 
 StoreOpener = Callable[[bytes, int], PageStore]
-"""`opener(fingerprint, page_bytes)`: of the model, layout and format; of the largest record."""
+"""`opener(fingerprint, page_bytes)` opens a store. `fingerprint`: of model, layout and format.
+`page_bytes`: size of the largest record."""
 
 STAGING_BYTES = 64 << 20
-"""Of each leaf: host memory through which pages pass to and from the stores."""
+"""Bytes of host memory of each leaf through which pages pass to and from the stores."""
 
 LEAST_STAGING = 4
-"""Slots, where pages are larger than that."""
+"""Least number of staging slots of a leaf, even if they take more than STAGING_BYTES."""
 
 
 def fingerprint_of(identity: bytes) -> bytes:
-    """What tells stores of different models, layouts and formats apart; 32 bytes."""
+    """The 32-byte fingerprint that separates stores of different models, layouts and formats."""
     return sha256(b"kvgraph-tier-1\0" + identity).digest()
 
 
@@ -39,11 +40,12 @@ def open_tiers(
     *,
     threads: bool = True,
 ) -> TieredConnector:
-    """The connector of `pools[replica][leaf]`; their pages and the host's by leaf path.
+    """Open the stores and return the connector of `pools[replica][leaf]`.
 
-    `identity`: of model and layout. StoreError for what a user has to change, CapacityError for
-    more host memory than the system promises; then nothing stays open. A UserWarning for a store
-    that cannot be used now: it misses until it can.
+    `num_pages`, `host_pages`: pages of the device and of the host, by leaf path. `identity`:
+    identity of model and layout. StoreError for an error that the user must fix, CapacityError if
+    the system refuses the host memory; then no store stays open. UserWarning for a store that
+    cannot be used now: its reads are misses until it can.
     """
     sizes = {own.leaf: own.record_size for own in pools[0]}
     pages: dict[int, int] = {}

@@ -1,12 +1,12 @@
-"""Pages in a Valkey or Redis server, which machines share.
+"""Store of pages in a Valkey or Redis server, which several machines share.
 
 A record is one string: the bytes of a page and their checksum (16 bytes), under
 `kvgraph-1:<model>:<key>`. The server bounds its memory and evicts (`maxmemory`,
-`maxmemory-policy allkeys-lru`); reads and TOUCH tell it what is used. Whatever goes wrong is a
-miss, and the server is then left alone for a while: `PAUSE_SECONDS`, twice as long after each
-further failure until a page went through, `LONGEST_PAUSE_SECONDS` at most.
+`maxmemory-policy allkeys-lru`); reads and TOUCH mark a page as used. Each failure is a miss, and
+the server is then not asked for a while: `PAUSE_SECONDS`, twice as long after each further failure
+until a page was read or written, at most `LONGEST_PAUSE_SECONDS`.
 
-LMCache or Mooncake would be other implementations of `PageStore`.
+LMCache or Mooncake could be other implementations of `PageStore`.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ TIMEOUT_SECONDS = 1.0
 PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 1.0, 30.0
 
 SCAN_COUNT, SCANS_AT_ONCE, COUNT_SECONDS = 1000, 10, 10.0
-"""Keys that a SCAN looks at, and how many SCANs count pages, how often: 1,000 keys a second of each
-process, however many others share the server. A count of more keys goes on the next time."""
+"""Keys of one SCAN, SCANs of one count of pages, and seconds between counts. Each process scans
+1,000 keys a second, for any number of processes. A count of more keys goes on the next time."""
 
 CLEAR_SECONDS = 60.0
-"""Longest time of a `clear`, of which each exchange removes about `SCAN_COUNT` keys."""
+"""Longest time of a `clear`; each of its exchanges removes about `SCAN_COUNT` keys."""
 
 MOST_BESIDE_A_PAGE = 4 << 20
-"""Bytes that the answers of an exchange may have besides a page: of keys, and of figures."""
+"""Most bytes that the answers of an exchange may have besides a page: keys and figures."""
 
 log = logging.getLogger("kvgraph.tiers")
 
@@ -55,13 +55,13 @@ log = logging.getLogger("kvgraph.tiers")
 class RemoteStore:
     """A `PageStore` (see there) at `url`: redis://, rediss:// (TLS) or unix://.
 
-    An exchange with the server ends within `timeout` seconds. A call is one of them, a write two;
-    when the store connects again, one more; a count ends within two; `clear` is one for 1,000 keys.
-    Whatever fails ends the call. Name resolution is the system's, and not bounded.
+    An exchange with the server ends within `timeout` seconds. A call is one exchange, a write two,
+    and a new connection one more. A count ends within two timeouts; `clear` makes one exchange per
+    1,000 keys. Any failure ends the call. The system resolves names, without a bound on the time.
 
     StoreError for a malformed address, a name that does not resolve, a database that the server
     does not have, and credentials or a certificate that are refused. A server that does not answer,
-    or answers oddly, is no error: the store starts dead, says why in `stats().problem`, and
+    or gives invalid answers, is no error: the store starts dead, says why in `stats().problem`, and
     recovers.
     """
 
@@ -78,7 +78,7 @@ class RemoteStore:
         self._usable_at = self._writable_at = self._counted_at = 0.0
         self._pause = PAUSE_SECONDS
         self._to_clear = False
-        self._cursor, self._own, self._others = b"0", 0, 0  # of the count, as far as it has come
+        self._cursor, self._own, self._others = b"0", 0, 0  # state of the count in progress
         self._stats = StoreStats()
         require_address(url)
         try:
@@ -137,7 +137,7 @@ class RemoteStore:
                 self._wire.ask(("TOUCH", *map(self._name, keys)))
 
     def flush(self) -> None:
-        """Nothing waits to be written; now and then, refresh the figures."""
+        """Refresh the figures every COUNT_SECONDS; no page waits to be written."""
         if time.monotonic() > self._counted_at + COUNT_SECONDS and self._is_ready():
             with self._degrading():
                 self._count()
@@ -147,9 +147,9 @@ class RemoteStore:
         self._is_ready()
 
     def stats(self) -> StoreStats:
-        """Figures; the server's are `COUNT_SECONDS` old or older, and 0 if it does not tell.
+        """Figures; the server's may be older than `COUNT_SECONDS`, and are 0 if not available.
 
-        `num_pages` is 0 for a server without `maxmemory`; `nbytes` is all that it uses.
+        `num_pages` is 0 for a server without `maxmemory`; `nbytes` is all memory that it uses.
         """
         return replace(self._stats)
 
@@ -173,7 +173,7 @@ class RemoteStore:
         return self._prefix + key
 
     def _is_page(self, key: bytes, value: object, out: memoryview) -> bool:
-        """Copy a record's bytes to `out`, then check them; remove what is damaged."""
+        """Copy a record's bytes to `out`, then check them; remove a damaged record."""
         if isinstance(value, bytes):
             page, digest = memoryview(value)[:-DIGEST_BYTES], value[-DIGEST_BYTES:]
             has_size = len(page) == len(out)
@@ -205,7 +205,7 @@ class RemoteStore:
     # -- the server
 
     def _is_ready(self) -> bool:
-        """Whether to ask the server; False while it is left alone after a failure."""
+        """Whether to ask the server; False during the pause after a failure."""
         if time.monotonic() < self._usable_at:
             return False
         if not self._wire.is_connected or self._to_clear:
@@ -217,7 +217,7 @@ class RemoteStore:
         return self._wire.is_connected
 
     def _remove_all(self) -> None:
-        """Raises redis.RedisError, also where the server does not let us."""
+        """Remove all pages of this model; raises redis.RedisError, also if it is not permitted."""
         deadline = time.monotonic() + CLEAR_SECONDS
         cursor = b""
         while cursor != b"0":
@@ -235,7 +235,8 @@ class RemoteStore:
         self._stats.problem = ""
 
     def _count(self) -> None:
-        """Memory, and pages from where the last call came to; they are told at the end of all."""
+        """Read the server's memory and continue the count of pages, which is published when it has
+        seen all keys."""
         self._counted_at = time.monotonic()
         (found,) = self._wire.ask(("INFO", "memory"))
         if isinstance(found, bytes):
@@ -258,7 +259,7 @@ class RemoteStore:
                 return
 
     def _scan(self, cursor: bytes, pattern: bytes) -> tuple[bytes, list[bytes]]:
-        """Where to go on, and names. redis.ResponseError where the server does not let us."""
+        """One SCAN: the next cursor, and names. redis.ResponseError if it is not permitted."""
         (found,) = self._wire.ask(("SCAN", cursor, "MATCH", pattern, "COUNT", SCAN_COUNT))
         if isinstance(found, Exception):
             raise found
@@ -285,7 +286,7 @@ class RemoteStore:
 
 
 def _figure(name: bytes, info: bytes) -> int:
-    """A number of INFO's answer; 0 where it has none of that name."""
+    """The number `name` in INFO's answer; 0 if the answer has no such name."""
     match = re.search(rb"^%s:(.*?)\r?$" % name, info, re.MULTILINE)
     if match is None:
         return 0
@@ -295,7 +296,7 @@ def _figure(name: bytes, info: bytes) -> int:
 
 
 def _keys(found: object) -> tuple[bytes, list[bytes]]:
-    """A SCAN's answer: where to go on, and names."""
+    """Parse a SCAN's answer: the next cursor, and names."""
     match found:
         case [bytes(cursor), list(names)] if all(isinstance(name, bytes) for name in names):
             return cursor, names
@@ -307,7 +308,7 @@ def _odd(answer: object) -> redis.InvalidResponse:
 
 
 def _reason(error: Exception) -> str:
-    """Why no retry will help; empty where one may."""
+    """Reason why a retry cannot succeed; "" if it may."""
     cause = error.__cause__ or error.__context__
     if isinstance(error, redis.AuthenticationError | redis.exceptions.NoPermissionError):
         return f"credentials refused ({said(error)})"

@@ -1,10 +1,10 @@
-"""The connector over a host store and the stores below it: what the step's thread calls.
+"""The connector over a host store and the stores below it, as the step's thread calls it.
 
     step's thread   lookup, load, offload, poll: they queue work and return
-    workers         the threads that do it (`workers.py`)
+    workers         the threads that do the work (`workers.py`)
 
-Write-through: a committed page goes to the host, and from its slot to every store. A page found
-below the host is promoted on its way up.
+Write-through: a committed page goes to the host, and from its slot to every store. A page that is
+loaded from below the host also joins the host tier.
 """
 
 from __future__ import annotations
@@ -135,11 +135,11 @@ class TieredConnector(TierWorkers):
     def reset(self) -> None:
         with self._lock:
             self._generation += 1
-            if self._offloads:  # given up, but not for want of room
+            if self._offloads:  # ended without counting them as dropped
                 self._end(Transfer(list(self._offloads), is_load=False))
                 self._offloads.clear()
             self._host.clear()
-            while self._writes:  # an interrupt leaves a slot pinned, and unpins none twice
+            while self._writes:  # after an interrupt a slot may stay pinned, but none unpins twice
                 self._host.unpin(self._writes.popleft())
             self._touched.clear()
             self._to_clear = bool(self._stores)

@@ -1,4 +1,4 @@
-"""Pages from one engine to another: prefill here, decode there.
+"""Transfer of pages from one engine to another: one engine prefills, the other decodes.
 
     sender                                        receiver
     model, layout, tokens, digests, way ->
@@ -6,9 +6,9 @@
     their bytes, the chosen way         ->
                                         <-        how many it took
 
-Both talk over a `multiprocessing.connection` (TCP or a Unix socket, authenticated by its authkey);
-the bytes go over it as well, through shared memory, or by NIXL straight from pool to pool. What was
-received waits as cached pages: the next request with the same tokens takes it as its prefix.
+Both use a `multiprocessing.connection` (TCP or a Unix socket, authenticated by its authkey). The
+bytes go over the connection, through shared memory, or by NIXL directly from pool to pool. Received
+pages are cached: the next request with the same tokens takes them as its prefix.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from kvgraph.kv.tiers.exchange import LeafPages
 FORMAT = "kvgraph-transfer-1"
 DIGEST_BYTES = 32
 MOST_HEADER = 64 << 20
-"""Bytes of a message that is no page; a page list of a million pages is a tenth more."""
+"""Most bytes of a message other than a page; a list of a million pages is a tenth larger."""
 
 Way = Literal["connection", "shared_memory", "nixl"]
 
@@ -46,9 +46,9 @@ Way = Literal["connection", "shared_memory", "nixl"]
 class PageTransfer:
     """Sends pages of one replica of `manager`, or receives them, on the manager's thread.
 
-    Both sides need the same model and layout, tensor-parallel layout included. Errors leave both
-    caches as they were, and the connection unusable where it broke. With `nixl` a side can also
-    send and receive by NIXL, which registers the pools (host memory only).
+    Both sides need the same model and layout, tensor-parallel layout included. An error leaves both
+    caches unchanged; a broken connection is closed. With `nixl` a side can also send and receive by
+    NIXL, which registers the pools (host memory only).
     """
 
     def __init__(
@@ -63,10 +63,10 @@ class PageTransfer:
             self._nixl = NixlPools(manager.get_device_buffer(replica_idx).all_buffers)
 
     def send(self, ctx: TextContext, connection: Connection, *, way: Way = "connection") -> int:
-        """Send the committed pages that start `ctx`; returns how many the receiver took.
+        """Send the committed pages at the start of `ctx`; return how many the receiver took.
 
-        It takes none that it has. TransferError: refused (layout, model, room), or a broken
-        connection.
+        The receiver takes only pages that it lacks. TransferError if it refuses them (layout,
+        model, no room), or if the connection breaks.
         """
         with self._manager.held_pages(ctx, self._replica) as leaves, _unbroken(connection):
             _send(connection, self._header(ctx, leaves, way))
@@ -77,9 +77,9 @@ class PageTransfer:
             return self._give(connection, wanted, way, answer)
 
     def receive(self, connection: Connection) -> int:
-        """Take what the other side is sending, waiting for it; returns the number of pages.
+        """Wait for pages of the other side and take them; return their number.
 
-        TransferError as `send` raises it, on both sides.
+        Raises TransferError as `send` does, on both sides.
         """
         with _unbroken(connection):
             header = _receive(connection)
@@ -138,7 +138,7 @@ class PageTransfer:
         }
 
     def _check(self, header: JsonObject) -> list[list[bytes]]:
-        """Digests that the sender has, per leaf; TransferError by name where it does not fit."""
+        """The sender's digests, per leaf; TransferError names the field that does not match."""
         _require("format", FORMAT, header.get("format"))
         own = self._manager.leaf_pools(self._replica)
         theirs = header["leaves"]
@@ -155,7 +155,7 @@ class PageTransfer:
         return [[bytes.fromhex(digest) for digest in leaf["digests"]] for leaf in theirs]
 
     def _stored(self, header: JsonObject) -> list[Stored]:
-        """What `events` tells of the pages; nothing where the sender is of an older version."""
+        """Events of the pages, for `events`; empty if the sender's version sends no tokens."""
         if "tokens" not in header:
             return []
         tokens = TextContext("transfer", header["tokens"]).tokens
@@ -189,7 +189,8 @@ class PageTransfer:
 
 
 def _require_own(offered: Sequence[Sequence[bytes]], stored: Sequence[Stored] | None) -> None:
-    """TransferError for a page that is none of the sender's tokens; None: it does not say them."""
+    """Raise TransferError for a digest that is not of the sender's tokens. `stored`: None if the
+    sender does not send its tokens."""
     own = None if stored is None else {page.digest for page in stored}
     for digest in [digest for leaf in offered for digest in leaf]:
         if len(digest) != DIGEST_BYTES or (own is not None and digest not in own):
@@ -224,7 +225,7 @@ def _unbroken(connection: Connection) -> Iterator[None]:
 
 @contextmanager
 def _ending(connection: Connection, error: type[Exception]) -> Iterator[None]:
-    """Closes the connection after such an error: the receiver waits for the end."""
+    """Close the connection after an `error`, so that the receiver does not wait for ever."""
     try:
         yield
     except error:
@@ -250,7 +251,7 @@ def _count(answer: JsonObject) -> int:
 
 
 def _records(leaves: Sequence[LeafPages]) -> Iterator[Any]:
-    """The bytes of each page in turn; each is valid until the next."""
+    """Yield the bytes of each page in turn; an array is valid until the next one."""
     for leaf in leaves:
         record = np.empty(leaf.pools.record_size, np.uint8)
         for page in leaf.pages:
@@ -276,19 +277,19 @@ def _copy_in(leaves: Sequence[LeafPages], records: Iterator[npt.NDArray[np.uint8
             leaf.pools.copy_in([page], [next(records)])
 
 
-# -- shared memory: a file of a memory file system, mapped by both
+# -- shared memory: a file in a memory file system that both sides map
 
 
 def _memory_folder() -> Path:
-    """Where files are memory; elsewhere than on Linux the system's temporary folder."""
+    """A folder with files in memory, /dev/shm; without one, the system's temporary folder."""
     shared = Path("/dev/shm")
     return shared if shared.is_dir() else Path(tempfile.gettempdir())
 
 
 @contextmanager
 def _block_of(size: int) -> Iterator[IO[bytes]]:
-    """A new file of `size` bytes that are there: a write into a mapping of others would end the
-    process. TransferError where there is no room."""
+    """A new file with `size` allocated bytes: a write to a mapping of unallocated bytes could kill
+    the process. TransferError if there is no room."""
     folder = _memory_folder()
     with ExitStack() as opened:
         try:
@@ -307,7 +308,7 @@ def _block_of(size: int) -> Iterator[IO[bytes]]:
 
 @contextmanager
 def _filled_block(leaves: Sequence[LeafPages]) -> Iterator[str]:
-    """The name of a block that holds the pages one after the other, until the scope ends."""
+    """Yield the name of a block that holds the pages one after the other, until the scope ends."""
     size = max(1, sum(leaf.nbytes for leaf in leaves))
     with _block_of(size) as file:
         with mmap.mmap(file.fileno(), size) as block:
@@ -324,7 +325,7 @@ def _filled_block(leaves: Sequence[LeafPages]) -> Iterator[str]:
 
 @contextmanager
 def _opened_block(name: str, leaves: Sequence[LeafPages]) -> Iterator[list[npt.NDArray[np.uint8]]]:
-    """The pages of the other side's block, as arrays."""
+    """Yield the pages of the other side's block, as arrays."""
     sizes = [leaf.pools.record_size for leaf in leaves for _ in leaf.pages]
     with open_regular(_memory_folder() / os.path.basename(name)) as file:
         size = os.fstat(file.fileno()).st_size

@@ -1,4 +1,4 @@
-"""Keys of pages that were used, until the stores are told."""
+"""Keys of used pages that are still to be reported to the stores."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from collections import OrderedDict
 from collections.abc import Iterable
 
 MOST_KEYS = 8000
-"""Of more, those used last are kept."""
+"""Most keys that are kept; of more keys the last used ones stay."""
 
 KEYS_AT_ONCE = 1000
-"""Keys that the stores are told in one call; a look-up that comes meanwhile waits for no more."""
+"""Most keys of one call to the stores, so that a look-up waits for at most one such call."""
 
 
 class Uses:
@@ -29,7 +29,7 @@ class Uses:
             self._keys.popitem(last=False)
 
     def take(self) -> list[bytes]:
-        """Remove and return those used longest ago, the last used of them last."""
+        """Remove and return up to KEYS_AT_ONCE keys, the least recently used first."""
         count = min(len(self._keys), KEYS_AT_ONCE)
         return [self._keys.popitem(last=False)[0] for _ in range(count)]
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class Bounded:
-    """A socket that gives at most `left` bytes more; all else is the socket's own."""
+    """A socket that receives at most `left` more bytes; it passes on all other calls."""
 
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
@@ -43,9 +43,10 @@ class Bounded:
 
 
 class Wire:
-    """Calls raise redis.RedisError or OSError; ValueError or TypeError for a malformed `url`.
+    """A connection to the server at `url`.
 
-    The answers of an exchange have at most `limit` bytes; more are an odd server's.
+    Calls raise redis.RedisError or OSError; the constructor raises ValueError or TypeError for a
+    malformed `url`. More than `limit` bytes of answers in an exchange are an error.
     """
 
     def __init__(self, url: str, timeout: float, limit: int) -> None:
@@ -63,8 +64,8 @@ class Wire:
         self.is_connected = False
 
     def _require_tls(self) -> None:
-        """ValueError for options of TLS with which no server is reached: a socket that is not
-        connected takes them all, and shakes no hand."""
+        """Raise ValueError for invalid TLS options, which are tried on a socket that is not
+        connected and so makes no handshake."""
         wrap = getattr(self._connection, "_wrap_socket_with_ssl", None)
         if wrap is None:
             return
@@ -75,7 +76,7 @@ class Wire:
                 raise ValueError(f"its ssl_ options: {error}") from error
 
     def connect(self) -> None:
-        """Also asks for a sign of life, which a server refuses to those whom it does not know."""
+        """Connect and send PING, which a server refuses without valid credentials."""
         with self._exchange():
             self._connection.connect()
             self._connection.send_command("PING")
@@ -83,9 +84,10 @@ class Wire:
         self.is_connected = True
 
     def ask(self, *commands: tuple[object, ...]) -> list[object]:
-        """Their answers, in one exchange; what the server refuses is a redis.ResponseError there.
+        """Send commands in one exchange and return their answers.
 
-        NoPermissionError aside, errors about the connection's standing are raised.
+        The answer to a command that the server refuses is a redis.ResponseError. Errors about the
+        connection are raised, except NoPermissionError.
         """
         with self._exchange():
             if self._connection._sock is not None:
@@ -106,7 +108,7 @@ class Wire:
 
     @contextmanager
     def _exchange(self) -> Iterator[None]:
-        """Within the time; whatever an odd answer does to the parser is an InvalidResponse."""
+        """Run an exchange within the deadline; a parser's failure becomes an InvalidResponse."""
         try:
             with self._deadline():
                 yield
@@ -117,7 +119,8 @@ class Wire:
 
     @contextmanager
     def _deadline(self) -> Iterator[None]:
-        """A socket's time-out starts again with every byte; this one does not."""
+        """Cut the connection after `timeout` seconds in all; a socket's own time-out restarts with
+        every byte."""
         timer = threading.Timer(self._timeout, self._cut)
         timer.daemon = True
         timer.start()
@@ -127,7 +130,7 @@ class Wire:
             timer.cancel()
 
     def _cut(self) -> None:
-        sock = self._connection._sock  # no public name reaches it
+        sock = self._connection._sock  # there is no public name for it
         if sock is not None:
             with suppress(OSError):
                 sock.shutdown(socket.SHUT_RDWR)

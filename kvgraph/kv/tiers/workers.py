@@ -1,10 +1,10 @@
-"""What the threads of a connector do, and what they share with the step's thread.
+"""Threads of a connector, and the state that they share with the step's thread.
 
     copier thread   device <-> host slots: loads that the host holds, then offloads
-    store thread    look-ups, loads, writes below the host, touches, in this order; slow things wait
-                    here, and a flush of the stores ends each row of writes
+    store thread    look-ups, loads, writes below the host, touches, in this order; slow I/O waits
+                    here, and a flush of the stores ends each series of writes
 
-One condition guards all that the threads share; copies and I/O run outside it.
+One condition guards all shared state; copies and I/O run without holding it.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ from kvgraph.kv.tiers.store import PageStore, held_by_each
 from kvgraph.kv.tiers.uses import Uses
 
 COPIES_AT_ONCE = 16
-"""Pages of one offload; a load that comes meanwhile waits for no more."""
+"""Most pages of one offload, so that a load waits for at most that many."""
 
 WRITES_IN_A_ROW, BYTES_IN_A_ROW = 64, 16 << 20
-"""Writes before the stores are told of uses and flushed; fewer if the pages are large."""
+"""Most writes, and most bytes of writes, before used keys are reported and stores flushed."""
 
 GRACE_SECONDS, LEAST_RATE = 1.0, 64e6
-"""A load from below the host that is slower than this many bytes per second, after so many
-seconds, is given up: computing would be faster."""
+"""Grace period of a load from below the host, and least bytes per second after it; a slower load
+is ended, since computing would be faster."""
 
 CLOSE_SECONDS = 10.0
-"""For what is queued as the tiers close; then it is dropped."""
+"""Time for queued work when the tiers close; the rest is dropped."""
 
 Job = Callable[[], None]
 
@@ -48,9 +48,9 @@ log = logging.getLogger("kvgraph.tiers")
 class TierWorkers:
     """Two threads, or none (`threads=False`: everything runs in `work`, for tests).
 
-    - `stores` are written through; `sources` (bound prefixes) are only read, and first
-    - `max_offloads`: pages that may wait to be copied out, a quarter of them for slots: requests
-      miss them; `max_writes`: slots that may wait for the stores. The rest is dropped and counted.
+    - `stores`: every page is written to all; `sources` (bound prefixes) are only read, and first
+    - `max_offloads`: most pages that wait to be copied out, a quarter of that if no slot is free;
+      `max_writes`: most slots that wait for the stores; the rest is dropped and counted
     - `largest`: bytes of the largest record
     """
 
@@ -70,11 +70,11 @@ class TierWorkers:
         self._below: Sequence[PageStore] = [*sources, *stores]
         self._bounce = np.empty(largest if self._below else 0, np.uint8)
         self._max_offloads, self._max_writes = max_offloads, max_writes
-        # The step's thread takes the lock itself: a condition takes and frees it in Python, where
-        # an interrupt may come between, and then the lock would stay taken.
+        # The step's thread takes the lock itself: a condition acquires and releases it in Python
+        # code, where an interrupt could leave the lock held.
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
-        self._copier = threading.Lock()  # a copier is asked one thing at a time
+        self._copier = threading.Lock()  # one call of a copier at a time
         self._host_loads: deque[tuple[Transfer, list[Slot]]] = deque()
         self._offloads: deque[Move] = deque()
         self._lookups: list[Lookup] = []
@@ -82,8 +82,8 @@ class TierWorkers:
         self._writes: deque[Slot] = deque()
         self._touched = Uses()
         self._unflushed: dict[bytes, int] = {}  # bytes of the pages written since the last flush
-        self._loading: set[Transfer] = set()  # taken up by a thread
-        self._writing: list[Slot] = []  # taken up by a thread
+        self._loading: set[Transfer] = set()  # a thread works on them
+        self._writing: list[Slot] = []  # a thread works on them
         self._num_copying = 0
         self._ended: list[Transfer] = []
         self._news = False  # since the last `poll`
@@ -105,7 +105,7 @@ class TierWorkers:
 
     def close(self) -> None:
         self.abandon()
-        # The collector may run a `close` in a thread of ours; and a fork has none of them.
+        # The garbage collector may run `close` in one of these threads; a fork has no threads.
         if self._process == os.getpid() and threading.current_thread() not in self._threads:
             end = time.monotonic() + CLOSE_SECONDS
             for thread in self._threads:
@@ -130,13 +130,13 @@ class TierWorkers:
             log.warning("the tiers end: %d copies of pages are dropped unwritten", dropped)
 
     def abandon(self) -> None:
-        """As `close`, without waiting: the last of the threads closes the stores.
+        """Close without waiting: the last thread that ends closes the stores.
 
-        A finaliser may call it, in any thread and within any call here. In a fork it does nothing.
+        A finaliser may call it in any thread, also within any call here. In a fork it does nothing.
         """
         if self._process != os.getpid():
             return
-        with self._lock:  # taken twice by its own thread, if need be
+        with self._lock:  # re-entrant: this thread may hold it already
             self._is_closing = True
             self._changed.notify_all()
         if not self._threads:
@@ -150,7 +150,7 @@ class TierWorkers:
                 log.exception("a tier failed")
 
     def work(self) -> bool:
-        """Without threads: do one thing that a thread would; False if there is nothing to do."""
+        """Do one job of a thread, if there are no threads; False if there is nothing to do."""
         with self._changed:
             job = self._take_copy() or self._take_store()
         if job is not None:
@@ -161,7 +161,7 @@ class TierWorkers:
         while (job := self._next(take)) is not None:
             try:
                 job()
-            except Exception:  # a store or a copier that breaks its word must not stop the engine
+            except Exception:  # a faulty store or copier must not stop the engine
                 log.exception("a tier failed")
         with self._changed:
             self._num_serving -= 1
@@ -171,7 +171,7 @@ class TierWorkers:
             self._close_stores()
 
     def _next(self, take: Callable[[], Job | None]) -> Job | None:
-        """What to do next, waiting for it; None once all is done and the tiers close."""
+        """Wait for the next job; None once the tiers close and all work is done."""
         with self._changed:
             while (job := take()) is None:
                 if self._is_closing and not self._num_inflight():
@@ -180,7 +180,7 @@ class TierWorkers:
             return job
 
     def _num_inflight(self) -> int:
-        """Loads, pages to copy out and pages to write, queued or running."""
+        """Number of loads, pages to copy out and pages to write, queued or running."""
         waiting = len(self._host_loads) + len(self._loads) + len(self._offloads) + len(self._writes)
         return waiting + len(self._loading) + self._num_copying + len(self._writing)
 
@@ -190,7 +190,7 @@ class TierWorkers:
         self._tell()
 
     def _drop_offloads(self, keep: int = 0) -> None:
-        """Give up those that are queued, but for the first `keep`."""
+        """Drop and count queued offloads, except the first `keep`."""
         if rest := [self._offloads.pop() for _ in range(len(self._offloads) - keep)]:
             self._counts.offload_dropped += len(rest)
             self._end(Transfer(rest, is_load=False))
@@ -218,7 +218,7 @@ class TierWorkers:
         return partial(self._copy_out, copies, self._generation)
 
     def _reserve(self) -> list[tuple[Move, Slot | None]]:
-        """Slots for the next offloads; None for a page that came to the host meanwhile."""
+        """Slots for the next offloads; None for a page that the host has by now."""
         copies: list[tuple[Move, Slot | None]] = []
         while self._offloads and len(copies) < COPIES_AT_ONCE:
             move = self._offloads[0]
@@ -256,7 +256,7 @@ class TierWorkers:
         finally:
             with self._changed:
                 self._num_copying -= len(copies)
-                for _, slot in reversed(filled):  # the start of a prefix is its most precious page
+                for _, slot in reversed(filled):  # a prefix's start becomes its youngest page
                     if ok and generation == self._generation:
                         self._keep(slot)
                     else:
@@ -266,7 +266,7 @@ class TierWorkers:
                 self._end(Transfer([move for move, _ in copies], is_load=False))
 
     def _keep(self, slot: Slot) -> None:
-        """A page came from the device: it joins the host tier, and waits for the stores."""
+        """Add a page from the device to the host tier, and queue it for the stores."""
         self._counts.d2h_blocks_copied += 1
         self._host.publish(slot)
         self._written += slot.is_held
@@ -340,9 +340,9 @@ class TierWorkers:
                 self._end(transfer)
 
     def _fetch(self, move: Move, generation: int) -> bool:
-        """One page from wherever it is to the device, and into the host tier on its way.
+        """Copy one page from any tier to the device, and add it to the host tier.
 
-        Not into the host tier of another generation than the load's.
+        It is not added if a `reset` has raised the generation since the load began.
         """
         size = move.pools.record_size
         with self._changed:
@@ -386,7 +386,7 @@ class TierWorkers:
             for store in self._stores:
                 if keys:
                     store.touch(keys)
-                if self._unflushed:  # of this thread alone
+                if self._unflushed:  # only this thread uses it
                     store.flush()
         finally:
             with self._changed:
@@ -394,7 +394,7 @@ class TierWorkers:
 
 
 def _close(connector: weakref.ref[TierWorkers]) -> None:
-    """Threads keep their connector alive: it is here only when the interpreter ends before them."""
+    """Close at interpreter exit, while threads run: they keep their connector alive until then."""
     alive = connector()
     if alive is not None:
         alive.close()

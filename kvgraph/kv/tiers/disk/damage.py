@@ -1,4 +1,4 @@
-"""What SQLite's errors and rows say of the index: damage, a disk without room, or what may pass."""
+"""SQLite's errors and rows as signs of a damaged index, a full disk, or a temporary failure."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ PASSING = {
     sqlite3.SQLITE_INTERRUPT,
     sqlite3.SQLITE_CANTOPEN,
 }
-"""Errors that say nothing about the file itself."""
+"""Errors that are no sign of damage to the file."""
 
 
 def is_full(error: BaseException) -> bool:
-    """Whether the disk has no room for what the index had to write."""
+    """Whether the disk had no room for a write of the index."""
     return getattr(error, "sqlite_errorcode", 0) & 0xFF == sqlite3.SQLITE_FULL
 
 
@@ -38,14 +38,14 @@ def told_damage() -> Iterator[None]:
         if code & 0xFF in PASSING or code == sqlite3.SQLITE_READONLY_DBMOVED:
             raise
         raise DamagedError(str(error)) from error
-    except (UnicodeError, OverflowError) as error:  # of a text, or a number, that none of us wrote
+    except (UnicodeError, OverflowError) as error:  # text or a number that kvgraph never writes
         raise DamagedError(str(error)) from error
     except MemoryError as error:
         raise sqlite3.OperationalError("not enough memory") from error
 
 
 def typed_rows(kinds: Sequence[type], rows: Iterable[Sequence[object]]) -> list[Any]:
-    """`rows` as tuples; DamagedError for a value of another kind."""
+    """`rows` as tuples; DamagedError for a value of another type than `kinds`."""
     found = [tuple(row) for row in rows]
     for row in found:
         if [type(value) for value in row] != list(kinds):

@@ -1,7 +1,7 @@
-"""A folder of a disk store: of one user, without links, and nothing in it is waited for.
+"""A disk store's folder: it belongs to one user, has no links, and opening its files never blocks.
 
-Names are looked up in the folder that was opened, wherever its path leads meanwhile. What another
-user may write, or has planted, is refused: pages decide what a model computes.
+Names are looked up in the opened folder, even if its path leads elsewhere later. Files that another
+user could write or has made are refused: pages decide what a model computes.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ FILE = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
 
 class DamagedError(Exception):
-    """What is on the disk cannot be read, or says what cannot be."""
+    """Data on the disk that cannot be read, or that has impossible values."""
 
 
 class PrivateFolder:
-    """The folder `name` in `parent`, made if it is not there; entries are for this user alone.
+    """The folder `name` in `parent`, made if it is missing; only this user may read its entries.
 
-    StoreError where it is a link or of another user. All calls may raise OSError.
+    StoreError if it is a link or belongs to another user. All calls may raise OSError.
     """
 
     def __init__(self, parent: Path, name: str) -> None:
@@ -46,7 +46,7 @@ class PrivateFolder:
             raise
 
     def open(self, name: str, flags: int) -> int:
-        """A file of the folder; DamagedError for what is none."""
+        """Open a file of the folder; DamagedError if `name` is no regular file."""
         self.require_file(name)
         file = os.open(name, flags | FILE, 0o600, dir_fd=self.fd)
         if not stat.S_ISREG(os.fstat(file).st_mode):
@@ -61,15 +61,15 @@ class PrivateFolder:
         return self._status(name) is not None
 
     def require_file(self, name: str) -> None:
-        """DamagedError where `name` is there and is no file. It is not opened: to close it would
-        release the locks that SQLite holds in this process."""
+        """Raise DamagedError if `name` exists and is no file. The file is not opened, since closing
+        it would release the locks that SQLite holds in this process."""
         status = self._status(name)
         kind = KINDS[stat.S_IFMT(status.st_mode)] if status else "a file"
         if kind != "a file":
             raise DamagedError(f"{name}: expected a file, got {kind}")
 
     def take_over(self, name: str) -> None:
-        """A file that was opened by its path is this folder's, and becomes private."""
+        """Check that a file that was opened by its path is in this folder, and make it private."""
         mine, found = self._status(name), (self.path / name).lstat()
         if mine is None or not os.path.samestat(mine, found):
             raise OSError(errno.ESTALE, f"{self.path} was replaced while it was opened")
@@ -106,13 +106,13 @@ class PrivateFolder:
 
 
 def make_top(folder: Path) -> None:
-    """Make the folder that a user names, if it is not there. StoreError for a link."""
+    """Make the user's folder if it is missing. StoreError for a link."""
     _refuse_link(folder)
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
 
 
 def open_top(folder: Path) -> int:
-    """The folder that a user names. StoreError for a link."""
+    """Open the user's folder; returns a file descriptor. StoreError for a link."""
     _refuse_link(folder)
     return os.open(folder, FOLDER)
 

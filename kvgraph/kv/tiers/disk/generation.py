@@ -1,4 +1,4 @@
-"""The files of a disk store: of the folder's newest generation; a damaged one is abandoned."""
+"""Files of a disk store: the newest generation in the folder; a damaged one is abandoned."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from kvgraph.kv.tiers.disk.owners import OWNER, Owner
 from kvgraph.kv.tiers.disk.slabs import SLAB, Slabs
 
 FORMAT = "kvgraph-1"
-"""Raised when anything in the folder changes its meaning."""
+"""Format name; its number is raised when the meaning of anything in the folder changes."""
 
 GENERATION = re.compile(rf"{FORMAT}\.([1-9]\d{{0,17}})")
 OURS = re.compile(rf"{re.escape(INDEX)}(-journal|-wal|-shm)?|{SLAB.pattern}|{OWNER.pattern}")
-"""Names of a generation's files: all that is ever removed."""
+"""Names of a generation's files; no other file is ever removed."""
 
 ATTEMPTS = 3
-"""Generations that are tried: a disk that damages new ones too is no tier."""
+"""Most generations that are tried: a disk that damages new ones too cannot be used."""
 
 log = logging.getLogger("kvgraph.tiers")
 
@@ -33,8 +33,9 @@ log = logging.getLogger("kvgraph.tiers")
 class Generation:
     """Slabs, index and this process's lock, in one folder.
 
-    The constructor and the index's calls raise DamagedError, OSError or sqlite3.Error; the
-    constructor also StoreError for a folder that is a link, another user's, or without locks.
+    The constructor and the index's calls raise DamagedError, OSError or sqlite3.Error. The
+    constructor also raises StoreError for a folder that is a link, belongs to another user, or has
+    no locks.
     """
 
     def __init__(self, folder: Path, fingerprint: bytes) -> None:
@@ -50,13 +51,13 @@ class Generation:
             raise
 
     def remove_dead_owners(self) -> None:
-        """Free what processes claim that are gone."""
+        """Free the slots that dead processes claimed."""
         alive = self.owner.is_alive
         self.index.release([token for token in self.index.owners() if not alive(token)])
         self.owner.remove()
 
     def status(self) -> os.stat_result:
-        """Of its folder, which tells it from another at the same path."""
+        """Status of the opened folder, which identifies it even if its path was replaced."""
         return os.fstat(self._folder.fd)
 
     def close(self) -> None:
@@ -75,10 +76,10 @@ def open_newest(
     prepare: Callable[[Generation], None],
     damaged: os.stat_result | None = None,
 ) -> Generation:
-    """The newest generation that is whole, `prepare`d; a new one if none is.
+    """Open the newest undamaged generation, or a new one, and call `prepare` on it.
 
-    `damaged`: the folder of one that was found to be so in use. Raises as `Generation`, but for
-    damage, which is an OSError where `ATTEMPTS` did not end it.
+    `damaged`: status of a folder that was found damaged in use. Raises as `Generation` does, but
+    OSError instead of DamagedError if `ATTEMPTS` generations are damaged.
     """
     for _ in range(ATTEMPTS):
         found = generations(folder)
@@ -110,21 +111,21 @@ def _prepared(path: Path, fingerprint: bytes, prepare: Callable[[Generation], No
 
 
 def generations(folder: Path) -> list[int]:
-    """Numbers of the generations, ascending; of a link too. Raises OSError."""
+    """Numbers of the generations in the folder, links included, ascending. Raises OSError."""
     numbers = _numbers(folder)
     kinds = ("a folder", "a link")
     return [n for n in numbers if kind_of(folder / f"{FORMAT}.{n}") in kinds]
 
 
 def other_versions(folder: Path) -> list[Path]:
-    """Stores of other formats in the folder: left alone."""
+    """Paths of stores of other formats in the folder, which kvgraph does not change."""
     own = re.compile(rf"{FORMAT}\.\d+")
     stores = sorted(folder.glob("kvgraph-[0-9]*.[0-9]*"))
     return [path for path in stores if not own.fullmatch(path.name)]
 
 
 def _numbers(folder: Path) -> list[int]:
-    """Of all names like a generation's, ascending; none where there is no folder yet."""
+    """Numbers of all names with a generation's form, ascending; empty if there is no folder yet."""
     try:
         names = os.listdir(folder)
     except FileNotFoundError:
@@ -137,7 +138,7 @@ def _first_free(folder: Path) -> int:
 
 
 def _remove(path: Path) -> None:
-    """Remove a generation's files, and its folder unless something else is in it."""
+    """Remove a generation's files, and its folder unless it has other files."""
     with suppress(OSError):
         folder = os.open(path, FOLDER)
         try:

@@ -1,12 +1,12 @@
-"""Which slot holds which page: a SQLite database that processes share.
+"""Index of the slots and their pages: a SQLite database that processes share.
 
     free     no key, no owner     takes no room; its blocks were given back
-    claimed  owner                a live process writes to it, or died
+    claimed  owner                a live process writes to it, or its process died
     held     model, key           a page, if the bytes still have its checksum
 
-All changes are transactions: whatever kills the process, a slot is in one of these states. On a
-disk without room alone a kill in a change may damage the index. What the index says is never
-believed without the checksum of the bytes; so a stale or damaged one costs hits, and nothing else.
+All changes are transactions: even if the process is killed, a slot is in one of these states. Only
+on a full disk can a kill during a change damage the index. A page is used only if its bytes have
+the checksum in the index, so a stale or damaged index only loses hits.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ INDEX = "index.sqlite"
 LOCK_SECONDS = 1.0
 """Longest wait for another process's transaction; then the call misses or drops."""
 
-# No shared memory (as WAL has): a file that is cut short under us must be an error, not a SIGBUS.
-# Nothing is forced to the medium: the kernel keeps what a killed process wrote, and after a power
-# cut checksums tell.
+# No shared memory, as WAL uses: if another process truncates a file, that must be an error and not
+# a SIGBUS. Nothing is synced to disk: the kernel keeps the writes of a killed process, and
+# checksums detect losses of a power cut.
 PRAGMAS = "PRAGMA journal_mode=TRUNCATE; PRAGMA synchronous=OFF; PRAGMA trusted_schema=OFF;"
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS slots (
@@ -51,7 +51,7 @@ LIMIT 1
 
 
 class HeldPage(NamedTuple):
-    """Where a page is, and what its bytes must sum to."""
+    """Slot, size in bytes and checksum of a page."""
 
     at: Slot
     size: int
@@ -59,7 +59,7 @@ class HeldPage(NamedTuple):
 
 
 class NewPage(NamedTuple):
-    """A page that was written and is to be published."""
+    """A page that was written but is not published yet."""
 
     at: Slot
     key: bytes
@@ -69,10 +69,10 @@ class NewPage(NamedTuple):
 
 
 class Index:
-    """The index in `folder`. Calls raise DamagedError, or sqlite3.Error for what may pass.
+    """The index in `folder`. Calls raise DamagedError, or sqlite3.Error for temporary failures.
 
-    `model` is the fingerprint of the pages that the calls are about; times are in ns. `give_back`
-    takes the blocks of a slot that becomes free, before anybody else can claim it.
+    `model`: fingerprint of the pages of all calls. Times are in ns. `give_back` frees the blocks of
+    a slot that becomes free, before another process can claim it.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class Index:
         self.taken = 0
         """Bytes of all slots that are not free, as last seen."""
         self._has_no_room = False
-        self._gave_back = False  # room, in this transaction
+        self._gave_back = False  # whether this transaction freed blocks
         for suffix in ("", "-journal", "-wal", "-shm"):
             folder.require_file(INDEX + suffix)
         with told_damage():
@@ -107,7 +107,7 @@ class Index:
         except sqlite3.OperationalError as error:
             if not is_full(error):
                 raise
-            self._prepare()  # now without a journal on the disk: what is there can be read
+            self._prepare()  # now without a journal on disk: the existing index can be read
 
     def _prepare(self) -> None:
         with self._transaction():
@@ -142,7 +142,7 @@ class Index:
         return HeldPage(at, size, sum_)
 
     def counts(self) -> tuple[int, int]:
-        """Pages of this model, and of others."""
+        """Number of pages of this model, and of other models."""
         with told_damage():
             own, all_ = self._db.execute(
                 "SELECT count(CASE WHEN model = ? THEN 1 END), count(*) FROM slots "
@@ -153,7 +153,7 @@ class Index:
         return own, all_ - own
 
     def models(self) -> list[tuple[bytes, int, int, int]]:
-        """Fingerprint, pages, bytes of records and time of the last use, of each model."""
+        """Fingerprint, number of pages, bytes of records and time of last use of each model."""
         with told_damage():
             rows = self._db.execute(
                 "SELECT model, count(*), sum(size), max(used) FROM slots WHERE key IS NOT NULL "
@@ -169,7 +169,7 @@ class Index:
         return [key for (key,) in typed_rows((bytes,), rows)]
 
     def owners(self) -> list[str]:
-        """Tokens of those that claim slots, dead or alive."""
+        """Tokens of the processes that claim slots, dead or alive."""
         with told_damage():
             rows = self._db.execute(
                 "SELECT DISTINCT owner FROM slots WHERE owner IS NOT NULL"
@@ -179,9 +179,10 @@ class Index:
     # -- changes
 
     def publish(self, pages: Iterable[NewPage], owner: str) -> tuple[int, list[Slot]]:
-        """Turn slots that `owner` claims into pages.
+        """Publish pages in slots that `owner` claims.
 
-        Returns how many, and the slots that it still claims: another process wrote those pages.
+        Returns how many were published, and the slots that are still claimed, since another process
+        published the same pages.
         """
         published = 0
         spare = []
@@ -202,13 +203,14 @@ class Index:
     def claim(
         self, stride: int, count: int, limit: int, owner: str
     ) -> tuple[list[Slot], Sequence[bytes]]:
-        """Up to `count` slots for `owner`, below `limit` bytes in all: fewer if all is claimed.
+        """Claim up to `count` slots for `owner`; all slots together take at most `limit` bytes.
 
-        Also returns the models of the pages that were evicted for them.
+        Returns the slots, fewer than `count` if other processes claim the rest, and the models of
+        the pages that were evicted for them.
         """
         claimed: list[Slot] = []
         evicted: list[bytes] = []
-        warm: list[Slot] = []  # evicted and still with their blocks: to be claimed before others
+        warm: list[Slot] = []  # evicted slots that still have their blocks: claimed first
         with self._transaction():
             taken = self._taken()
             while len(claimed) < count:
@@ -227,7 +229,7 @@ class Index:
         return claimed, evicted
 
     def shrink(self, limit: int) -> int:
-        """Evict until no more than `limit` bytes are taken; returns how many pages."""
+        """Evict pages until at most `limit` bytes are taken; return the number of evicted pages."""
         evicted = 0
         with self._transaction():
             taken = self._taken()
@@ -238,7 +240,7 @@ class Index:
         return evicted
 
     def touch(self, used: Mapping[bytes, int]) -> None:
-        """When pages were used last, as far as this process knows; in this order."""
+        """Record when this process last used pages; `used` is in the order of use."""
         rows = []
         with self._transaction():
             last = self._in_future()
@@ -255,12 +257,12 @@ class Index:
         return self._free(where, (*held.at, held.sum, self._model, key))
 
     def release(self, owners: Iterable[str]) -> None:
-        """Free what these claim."""
+        """Free the slots that these owners claim."""
         for owner in owners:
             self._free("owner = ?", (owner,))
 
     def clear(self) -> int:
-        """Free the model's pages; returns how many."""
+        """Free the model's pages; return their number."""
         return self._free("model = ? AND key IS NOT NULL", (self._model,))
 
     def close(self) -> None:
@@ -275,7 +277,8 @@ class Index:
         return row[0]
 
     def _in_future(self) -> int:
-        """The latest use where the clock went back since: new ones come after it. Else -1."""
+        """Latest use if it is in the future, because the clock was set back: new uses come after
+        it. Otherwise -1."""
         row = self._db.execute(
             "SELECT used FROM slots INDEXED BY ages WHERE key IS NOT NULL AND used > ? "
             "ORDER BY used DESC LIMIT 1",
@@ -284,7 +287,7 @@ class Index:
         return -1 if row is None else int(row[0])
 
     def _claim(self, stride: int, owner: str, warm: list[Slot]) -> Slot:
-        """A slot of `warm`, else a free one, else a new one."""
+        """Claim a slot of `warm`, or a free slot, or a new slot."""
         at = warm.pop() if warm else self._free_slot(stride)
         self._db.execute(
             "INSERT INTO slots (stride, slot, owner) VALUES (?, ?, ?) "
@@ -315,9 +318,9 @@ class Index:
         self._db.execute("UPDATE taken SET nbytes = ?", (nbytes,))
 
     def _evict(self, warm: list[Slot], stride: int = 0) -> tuple[Slot, bytes] | None:
-        """Free the page that was used longest ago, of any size and model, which is returned.
+        """Free the least recently used page, of any size and model; return its slot and model.
 
-        Its blocks are given back, but those of a slot of `stride`: it is added to `warm`.
+        Its blocks are given back, unless the slot has `stride`: then it is added to `warm`.
         """
         row = self._db.execute(
             "SELECT stride, slot, model FROM slots INDEXED BY ages WHERE key IS NOT NULL "
@@ -366,8 +369,8 @@ class Index:
                 if self._db.in_transaction:
                     self._db.execute("ROLLBACK")
                 if is_full(error):
-                    # What gives room back must not need room: until something does, changes have
-                    # their journal in memory. A kill in one damages the index, which is abandoned.
+                    # Freeing blocks must not need room: until blocks are freed, the journal is in
+                    # memory. A kill during a change then damages the index, which is abandoned.
                     self._db.execute("PRAGMA journal_mode=MEMORY")
                     self._has_no_room = True
                 raise

@@ -1,4 +1,4 @@
-"""Which processes are alive: each holds a lock on a file of its own, which a kill lets go of."""
+"""Detection of live processes: each holds a lock on its own file, and a kill releases the lock."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from kvgraph.kv.tiers.disk.folder import PrivateFolder
 OWNER = re.compile(r"([0-9a-f]{16})\.owner")
 
 NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
-"""What file systems without locks answer (some mounts of Lustre, NFS and FUSE)."""
+"""Error numbers of file systems without locks (some mounts of Lustre, NFS and FUSE)."""
 
 
 class Owner:
-    """This process, or rather one store of it, in a folder.
+    """One store of this process as an owner of slots in a folder.
 
-    The calls may raise OSError, or DamagedError for what is no file; the constructor also
-    StoreError for a file system without locks.
+    Calls may raise OSError, or DamagedError for an entry that is no file. The constructor also
+    raises StoreError for a file system without locks.
     """
 
     def __init__(self, folder: PrivateFolder) -> None:
@@ -33,7 +33,7 @@ class Owner:
             self._file = folder.open(_name(self.token), os.O_CREAT | os.O_EXCL | os.O_RDWR)
             try:
                 self._lock()
-                if folder.has(_name(self.token)):  # not removed before it was locked
+                if folder.has(_name(self.token)):  # another process did not remove it before
                     return
             except BaseException:
                 self.close()
@@ -69,14 +69,15 @@ class Owner:
         return False
 
     def remove(self) -> None:
-        """Remove the files of those that are gone."""
+        """Remove the files of dead owners."""
         for name in self._folder.names():
             match = OWNER.fullmatch(name)
             if match and not self.is_alive(match[1]):
                 self._folder.remove(name)
 
     def close(self) -> None:
-        """In a fork the file stays: it is the parent's."""
+        """Remove the owner's file and release its lock; in a fork the file stays: it is the
+        parent's."""
         with suppress(OSError):
             if self._process == os.getpid():
                 self._folder.remove(_name(self.token))

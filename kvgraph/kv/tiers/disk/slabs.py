@@ -13,7 +13,7 @@ from typing import NamedTuple
 from kvgraph.kv.tiers.disk.folder import PrivateFolder
 
 BLOCK = 4096
-"""Slots start on a block of the file system, so that an evicted one gives its blocks back."""
+"""Slots start at a block of the file system, so that an evicted slot can free its blocks."""
 
 SLAB = re.compile(r"[1-9]\d*\.pages")
 
@@ -28,12 +28,12 @@ class Slot(NamedTuple):
 
 
 def stride_of(size: int) -> int:
-    """Bytes of a slot that holds a record of `size` bytes."""
+    """Bytes of a slot that holds a record of `size` bytes: `size` rounded up to blocks."""
     return max(1, -(-size // BLOCK)) * BLOCK
 
 
 class Slabs:
-    """The slab files of one folder. All calls may raise OSError, or DamagedError for no file."""
+    """Slab files of one folder. All calls may raise OSError, or DamagedError if it is no file."""
 
     def __init__(self, folder: PrivateFolder) -> None:
         self._folder = folder
@@ -41,19 +41,19 @@ class Slabs:
         self._libc = ctypes.CDLL(None)
 
     def write(self, at: Slot, parts: Sequence[memoryview]) -> None:
-        """Not forced to the medium: a checksum tells what did not get there."""
+        """Write a record without syncing it to disk: a checksum detects lost bytes."""
         size = sum(part.nbytes for part in parts)
         if os.pwritev(self._file(at.stride), parts, at.slot * at.stride) != size:
             raise OSError(errno.ENOSPC, "the page was written in part")
 
     def read(self, at: Slot, out: memoryview) -> bool:
-        """Fill `out`; False if the file ends before."""
+        """Fill `out` from a slot; False if the file is too short."""
         return os.preadv(self._file(at.stride), [out], at.slot * at.stride) == out.nbytes
 
     def free(self, at: Slot) -> None:
-        """Give a slot's blocks back to the file system, where it can do so (ext4, XFS, tmpfs...).
+        """Give a slot's blocks back to the file system, if it supports that (ext4, XFS, tmpfs...).
 
-        Elsewhere the file keeps its size until the slot is reused.
+        Otherwise the blocks stay in use until the slot is reused.
         """
         span = (ctypes.c_int64(at.slot * at.stride), ctypes.c_int64(at.stride))
         self._libc.fallocate(self._file(at.stride), KEEP_SIZE_AND_PUNCH_HOLE, *span)

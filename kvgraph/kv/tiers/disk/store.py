@@ -1,17 +1,17 @@
-"""Pages in a folder that processes share and that outlives them: slots in files, and an index.
+"""Store of pages in a folder that processes share and that outlives them: slot files and an index.
 
     FOLDER/kvgraph-1.<generation>/index.sqlite    which slot holds which page   (`index.py`)
                                   <stride>.pages  slots of one size             (`slabs.py`)
                                   <token>.owner   locked by a live process      (`owners.py`)
 
-A page is written to a slot that this process claimed, then published with its checksum. So a kill
-leaves a claim, which the next process frees. A reader copies first and checks afterwards: a slot
-that was reused meanwhile, cut short or flipped is a miss. An index that is damaged is abandoned
-with its generation. Nothing waits for the medium; what a power cut loses, a checksum misses.
+A page is written to a slot that this process claimed, then published with its checksum. A kill
+leaves only a claim, which the next process frees. A reader copies first and checks afterwards: a
+slot that was reused, truncated or damaged is a miss. A damaged index is abandoned with its
+generation. Nothing is synced to disk; pages lost in a power cut fail their checksum.
 
-Why not one embedded store for bytes and index: `benchmarks/stores.py` on ext4 (two cores, busy
-with other work at the time; MiB/s of pages of 64 KiB / 1 MiB / 16 MiB, medians of 5 rounds, all
-with the same checksum but the raw file, which is read and written page by page):
+Reason against one embedded store for bytes and index: `benchmarks/stores.py` on ext4 (two cores,
+busy with other work; MiB/s of pages of 64 KiB / 1 MiB / 16 MiB, medians of 5 rounds, all with the
+same checksum except the raw file, which is read and written page by page):
 
                     write              read, cached          open    half of a file cut off
     raw file        2464  489 1654     9500 8517 3827
@@ -21,14 +21,14 @@ with the same checksum but the raw file, which is read and written page by page)
     LMDB            939   313 157      10201 8199 4715       1 ms    SIGBUS: the process is dead
     RocksDB         333   425 118      593  607  223         712 ms  an error for everything
 
-`open` is of 10,000 pages after SIGKILL. RocksDB lets one process in; LMDB would be first for small
-pages, but a damaged file kills the engine (10 of 10 truncations), and its file never shrinks; a
-file per page costs a file system's journal for each small one.
+`open`: 10,000 pages after SIGKILL. RocksDB serves one process only. LMDB is fastest for small
+pages, but a damaged file kills the engine (10 of 10 truncations), and its file never shrinks. A
+file per page costs a journal entry of the file system for each small page.
 
-Shares of the raw file in pairs, 9 rounds, 4 and 16 MiB: written 83 and 83 % on tmpfs, 79 and 68 %
-on ext4; read from the cache 73 and 78 %, 69 and 79 %; read from the disk 132 and 100 %. 1 MiB:
-written 88 % on tmpfs, read from the cache 69 and 49 %. 64 KiB misses 70 % by far: the index takes
-57 us of CPU a page there, and a raw write 28.
+Speed relative to the raw file, in pairs, 9 rounds, 4 and 16 MiB: written 83 and 83 % on tmpfs, 79
+and 68 % on ext4; read from the cache 73 and 78 %, 69 and 79 %; read from the disk 132 and 100 %.
+1 MiB: written 88 % on tmpfs, read from the cache 69 and 49 %. 64 KiB is far below 70 %: there the
+index takes 57 us of CPU a page, and a raw write 28.
 """
 
 from __future__ import annotations
@@ -53,13 +53,13 @@ from kvgraph.kv.tiers.disk.slabs import Slot, stride_of
 from kvgraph.kv.tiers.store import StoreStats
 
 BATCH_PAGES, BATCH_BYTES, BATCH_SHARE = 64, 16 << 20, 8
-"""Slots claimed, and pages published at once: at most so many, so large, 1/8 of the limit."""
+"""Bounds of slots claimed, and pages published, at once: a number, bytes, and 1/8 of the limit."""
 
 PAUSE_SECONDS = 10.0
-"""How long a store that failed (disk full, I/O error, locked) answers with misses."""
+"""Time for which a store misses after a failure (disk full, I/O error, locked)."""
 
 RECOUNT_SECONDS = 1.0
-"""How old figures may be at a `flush` that concern what other processes do."""
+"""Greatest age, at a `flush`, of figures that depend on other processes."""
 
 MISTAKES = (
     errno.EACCES,
@@ -70,7 +70,7 @@ MISTAKES = (
     errno.ENAMETOOLONG,
     errno.ELOOP,
 )
-"""What the name of a folder or its permissions explain; all else is the disk's state."""
+"""Error numbers due to the folder's name or permissions; all others are due to the disk."""
 
 LOST = (sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_IOERR)
 """Errors after which the files are opened again."""
@@ -81,11 +81,11 @@ log = logging.getLogger("kvgraph.tiers")
 class DiskStore:
     """A `PageStore` (see there) in `folder`, which need not exist and serves one user.
 
-    `limit`: bytes that pages take there at most, of all models and processes; the index adds
-    about 300 a page. A call waits for another process's transaction `index.LOCK_SECONDS` at most,
-    and then the store pauses. StoreError for a limit below a page and a `folder` that a user has to
-    change: no folder, a link, another user's, not to be written. What a full or a failing disk
-    explains is in `stats().problem`, and the store tries again every `PAUSE_SECONDS`.
+    `limit`: most bytes of the pages of all models and processes there; the index adds about 300 per
+    page. A call waits for another process's transaction for at most `index.LOCK_SECONDS`, and then
+    the store pauses. StoreError for a limit below one page, and for a `folder` that the user must
+    change: no folder, a link, another user's, or not writable. Failures of the disk, such as a full
+    one, are in `stats().problem`, and the store tries again every `PAUSE_SECONDS`.
     """
 
     name = "disk"
@@ -120,7 +120,7 @@ class DiskStore:
     def contains(self, keys: Sequence[bytes]) -> list[bool]:
         with self._degrading() as files:
             if files is not None:
-                pending = () if self._writable_at else self._pending  # a read publishes them first
+                pending = () if self._writable_at else self._pending  # a read must publish first
                 return [key in pending or files.index.find(key) is not None for key in keys]
         return [False] * len(keys)
 
@@ -128,7 +128,7 @@ class DiskStore:
         found = False
         with self._degrading() as files:
             if files is not None and self._read(files, key, out):
-                found = True  # whatever comes of telling the index
+                found = True  # even if the index cannot record the use
                 self._stats.read += 1
                 self._use(files, [key])
         self._stats.missed += not found
@@ -139,7 +139,7 @@ class DiskStore:
         is_kept = False
         with self._degrading(is_write=True) as files:
             if files is not None and self._write(files, key, parts, size):
-                is_kept = True  # whatever comes of publishing it
+                is_kept = True  # even if publishing fails
                 if len(self._pending) >= self._batch(stride_of(size)):
                     self._publish(files)
         self._stats.dropped += not is_kept
@@ -204,7 +204,7 @@ class DiskStore:
         except sqlite3.OperationalError as error:
             if error.sqlite_errorcode & 0xFF != sqlite3.SQLITE_BUSY:
                 raise
-        return False  # where others write for long, its next reader removes it
+        return False  # if other processes write for long, the next reader removes the page
 
     def _is_whole(self, files: Generation, held: HeldPage, key: bytes, out: memoryview) -> bool:
         arrived = files.slabs.read(held.at, out)
@@ -225,7 +225,7 @@ class DiskStore:
         return True
 
     def _claim(self, files: Generation, stride: int) -> bool:
-        """Whether there are slots to spare now; False where others claim all the room."""
+        """Claim slots for a write; False if other processes claim all the room."""
         if stride > self._limit:
             return False
         self._publish(files)
@@ -253,7 +253,7 @@ class DiskStore:
         return max(1, min(BATCH_PAGES, BATCH_BYTES // stride, share))
 
     def _publish(self, files: Generation) -> None:
-        """Where the index fails the pages stay pending: nothing of them was published."""
+        """Publish the pending pages; if the index fails, none is published and all stay pending."""
         if self._pending:
             published, spare = files.index.publish(self._pending.values(), files.owner.token)
             written_by_others = len(spare)
@@ -280,7 +280,7 @@ class DiskStore:
 
     def _open(self) -> None:
         self._begin()
-        if not self._was_open:  # one that vanished later is not made again
+        if not self._was_open:  # a folder that vanished later is not made again
             make_top(self._folder)
         self._files = open_newest(
             self._folder, self._fingerprint, self._take_up, damaged=self._damaged
@@ -292,13 +292,13 @@ class DiskStore:
         self._stats.foreign += self._recount(files) + len(other_versions(self._folder))
 
     def _begin(self) -> None:
-        """Nothing is claimed or to be published."""
+        """Forget claimed slots, unpublished pages and unreported uses."""
         self._pending.clear()
         self._spare.clear()
         self._used.clear()
 
     def _recount(self, files: Generation) -> int:
-        """Refresh the figures; returns how many pages are of other models."""
+        """Refresh the figures; return the number of pages of other models."""
         self._stats.num_used_pages, others = files.index.counts()
         self._counted_at = time.monotonic()
         self._measure(files)
@@ -310,7 +310,7 @@ class DiskStore:
 
     @contextmanager
     def _degrading(self, is_write: bool = False) -> Iterator[Generation | None]:
-        """The files, or None while the store is closed or pauses; what fails in it ends here."""
+        """Yield the files, or None while the store is closed or pauses; failures end here."""
         files = None
         with self._ending_errors(is_write):
             files = self._ready(is_write)
@@ -359,7 +359,7 @@ class DiskStore:
             self._files = None
 
     def _pause(self, error: Exception, is_write: bool) -> None:
-        """Misses, or drops, for a while; files that were lost are opened again after it."""
+        """Miss, or only drop, for PAUSE_SECONDS; lost files are opened again after that."""
         code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_CANTOPEN)
         is_moved = code == sqlite3.SQLITE_READONLY_DBMOVED
         why = repr(getattr(error, "strerror", None) or str(error))

@@ -1,4 +1,4 @@
-"""What the command line does with the folder of a disk tier; engines may use it meanwhile."""
+"""Functions of the command line on a disk tier's folder, which engines may use at the same time."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from kvgraph.kv.tiers.disk.index import INDEX
 
 
 class ModelPages(NamedTuple):
-    """What the folder holds of one model and layout; `last_used` in ns since 1970."""
+    """Pages of one model and layout in the folder; `last_used` in ns since 1970."""
 
     fingerprint: bytes
     pages: int
@@ -36,7 +36,7 @@ class Progress(NamedTuple):
 
 
 def describe(folder: Path) -> tuple[list[ModelPages], list[Path]]:
-    """Each model's pages, the last used first, and stores of other versions of kvgraph."""
+    """Pages of each model, the last used model first, and stores of other versions of kvgraph."""
     with _opened(folder, b"") as files:
         found = [ModelPages(*row) for row in files.index.models()]
     return found, other_versions(folder)
@@ -64,7 +64,8 @@ def _check(files: Generation, fingerprint: bytes, key: bytes) -> bool:
 
 
 def clear(folder: Path) -> int:
-    """Remove the pages of all models; returns how many: none of a damaged index, which goes too."""
+    """Remove the pages of all models and return their number. A damaged index is removed too, and
+    its pages do not count."""
     removed = 0
     with _opened(folder, b"", starts_again=True) as files:
         models = [ModelPages(*row) for row in files.index.models()]
@@ -78,7 +79,7 @@ def clear(folder: Path) -> int:
 def _opened(
     folder: Path, fingerprint: bytes, *, starts_again: bool = False
 ) -> Iterator[Generation]:
-    """The newest files; `starts_again` after damage, as an engine does."""
+    """Open the newest generation. `starts_again`: replace a damaged one, as an engine does."""
     if not folder.is_dir():
         got = "a file" if folder.exists() else "nothing there"
         raise StoreError(f"{folder}: expected the folder of a disk tier, got {got}")
