@@ -110,11 +110,11 @@ FLAGS = {
     "--max-seq-len --memory --page-size --target --tp --weights",
     "prefill": "--json --num-pages --output --prompt-file --threads --verify",
     "serve": "--allowed-origins --api-key-file --cache-memory --collective-timeout --disk "
-    "--disk-bytes --drain-seconds --generation-config --host --host-memory --kv-events "
-    "--kv-events-replay --kv-events-topic "
+    "--disk-bytes --drain-seconds --generation-config --host --host-memory --keep-alive-seconds "
+    "--kv-events --kv-events-replay --kv-events-topic "
     "--log-prompts --max-batch-size --max-batch-tokens --max-prefill-tokens --max-queued-requests "
     "--max-queued-tokens --max-replicas --metrics-prefix --nice --num-pages --port "
-    "--prefill-replicas --remote --replicas --stream-interval --threads --verify",
+    "--prefill-replicas --remote --replicas --stream-interval --threads --uds --verify",
     "verify": "--execute --json --record",
     "worker": "--collective-timeout --session --threads --verify",
 }

@@ -58,6 +58,13 @@ def serve(
     artifact: ArtifactFolder,
     host: Annotated[str, typer.Option(help="Address to listen at.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port to listen at; 0 takes a free one.")] = 8000,
+    uds: Annotated[
+        Path | None, typer.Option(help="Unix socket to listen at, instead of an address.")
+    ] = None,
+    keep_alive_seconds: Annotated[
+        int,
+        typer.Option(min=1, help="Time that an idle connection stays open: more than a proxy's."),
+    ] = 75,
     max_queued_requests: Annotated[
         int, typer.Option(min=0, help="Requests that wait for a row of the batch.")
     ] = 64,
@@ -171,7 +178,7 @@ def serve(
     if replicas is None:
         _require_one(max_replicas, prefill_replicas)
     else:
-        _require_replicas(replicas, max_replicas, kv_events, nice)
+        _require_replicas(replicas, max_replicas, kv_events, nice, uds)
         if prefill_replicas and disk is None and remote is None:
             raise RequestError(
                 "--prefill-replicas: expected --disk or --remote, through which pages go, got none"
@@ -181,6 +188,7 @@ def serve(
         max_queued_tokens=max_queued_tokens,
         api_keys=_read_keys(api_key_file) if api_key_file else (),
         drain_seconds=drain_seconds,
+        keep_alive_seconds=keep_alive_seconds,
         metrics_prefix=metrics_prefix,
         stream_interval=stream_interval,
         log_prompts=log_prompts,
@@ -211,7 +219,7 @@ def serve(
         make = partial(_engine, loaded, collective_timeout, settings, threads)
         if nice is None:
             nice = 0 if is_cuda or loaded.ranks > 1 else COMPUTE_NICE
-        listen(name, make, replace(options, nice=nice), host=host, port=port)
+        listen(name, make, replace(options, nice=nice), host=host, port=port, uds=uds)
         return
     if is_cuda and loaded.ranks > 1:
         raise UnsupportedError(
@@ -283,7 +291,7 @@ def _require_one(max_replicas: int | None, prefill_replicas: int) -> None:
 
 
 def _require_replicas(
-    least: int, most: int | None, kv_events: str | None, nice: int | None
+    least: int, most: int | None, kv_events: str | None, nice: int | None, uds: Path | None
 ) -> None:
     """Raise an error for options that do not fit several engines, and without Ray."""
     if most is not None and most < least:
@@ -292,6 +300,8 @@ def _require_replicas(
         raise RequestError("--kv-events: expected one engine, got --replicas")
     if nice is not None:
         raise RequestError("--nice: expected one engine, got --replicas")
+    if uds is not None:
+        raise RequestError("--uds: expected one engine, got --replicas")
     if find_spec("ray") is None:
         raise MissingDependencyError(
             "ray: needed for --replicas, not installed; pip install 'kvgraph[ray]'"

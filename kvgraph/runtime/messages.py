@@ -24,6 +24,11 @@ DEVELOPER = "developer"
 NAMES_DEVELOPER = re.compile(rf"""['"]{DEVELOPER}['"]""")
 """Matches a template that names the role developer."""
 
+ASSISTANT = "assistant"
+
+CALLS = ("tool_calls", "function_call", "audio")
+"""What an assistant's message may have in place of a text."""
+
 MARK = "<kvgraph:the-answer-goes-on-here> "
 """Mark after a message that is continued. A template that trims removes the space at its end."""
 
@@ -139,6 +144,8 @@ def _message(where: str, given: Mapping[str, Any]) -> Message:
     fields = plain_object(where, given).items()
     message = {name: value for name, value in fields if value is not None}
     instance(f"{where}.role", message.get("role"), str, "text")
+    if message["role"] == ASSISTANT:
+        _read_refusals(message)
     content = message.get("content")
     if isinstance(content, list):
         for at, part in enumerate(content):
@@ -150,6 +157,20 @@ def _message(where: str, given: Mapping[str, Any]) -> Message:
     if "tool_calls" in message:
         _read_arguments(f"{where}.tool_calls", message["tool_calls"])
     return _with_reasoning(message)
+
+
+def _read_refusals(message: Message) -> None:
+    """What an assistant refused with becomes its text, which may be empty."""
+    content = message.get("content")
+    if isinstance(content, list):
+        message["content"] = [
+            {"type": "text", "text": part["refusal"]}
+            if isinstance(part, dict) and part.get("type") == "refusal" and "refusal" in part
+            else part
+            for part in content
+        ]
+    elif content is None and not any(message.get(name) for name in CALLS):
+        message["content"] = message.get("refusal", "")
 
 
 def _with_reasoning(message: Message) -> Message:

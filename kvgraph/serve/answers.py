@@ -44,9 +44,8 @@ def failure(generation: Generation, why: str) -> bytes:
     return b"data: " + error_body(generation.status_of(why), without_id(why)) + b"\n\n"
 
 
-def usage_of(generation: Generation, *, drops_output: bool = False) -> dict[str, object]:
-    prompt = generation.prompt_tokens
-    generated = 0 if drops_output else generation.generated_tokens
+def usage_of(generation: Generation) -> dict[str, object]:
+    prompt, generated = generation.prompt_tokens, generation.generated_tokens
     return {
         "prompt_tokens": prompt,
         "completion_tokens": generated,

@@ -198,7 +198,8 @@ class Endpoints:
         served = self._service.require_ready()
         options = self._service.options
         interval = options.stream_interval if job.streams else 1
-        generation = Generation(served.runner, served.admission, served.metrics, interval)
+        drops = job.drops_output
+        generation = Generation(served.runner, served.admission, served.metrics, interval, drops)
         if is_request_id(given := request.headers.get(REQUEST_ID, "")):
             job.name = given
         started = time.perf_counter()
@@ -210,7 +211,7 @@ class Endpoints:
             await generation.start(job.prompts, job.params, job.salt, options.max_unread_tokens)
             if job.streams:
                 frames = events(job, generation)
-                return EventStream(frames, generation, lambda: log(200))
+                return EventStream(frames, generation, log)
             body = await _unless_gone(request, answer(job, generation))
         except ServeError as error:
             if generation.was_lost and not job.streams and tries > 1:
@@ -267,10 +268,7 @@ class EventStream(Response):
     """Sends server-sent events until they end, or the client disconnects."""
 
     def __init__(
-        self,
-        frames: AsyncIterator[bytes],
-        generation: Generation,
-        log: Callable[[], None],
+        self, frames: AsyncIterator[bytes], generation: Generation, log: Callable[[int], None]
     ) -> None:
         super().__init__()
         self._frames = frames
@@ -280,15 +278,15 @@ class EventStream(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         sending = asyncio.ensure_future(self._send(send))
         leaving = asyncio.ensure_future(_gone_from(receive))
-        try:
+        with suppress(asyncio.CancelledError):  # by uvicorn, as the server ends before all is sent
             await asyncio.wait((sending, leaving), return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            self._generation.close()
-            leaving.cancel()
-            sending.cancel()
-            with suppress(asyncio.CancelledError, OSError):
-                await sending
-            self._log()
+        is_cut = self._generation.is_runner_closed and not sending.done()
+        self._generation.close()
+        leaving.cancel()
+        sending.cancel()
+        with suppress(asyncio.CancelledError, OSError):
+            await sending
+        self._log(503 if is_cut else 200)
 
     async def _send(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": STREAM_HEADERS})
@@ -360,7 +358,9 @@ async def _refused(request: Request, error: ServeError) -> Response:
 
 
 async def _not_found(request: Request, error: Exception) -> Response:
-    path = request.url.path
+    path = request.scope["path"]
+    if (request.method, path) == ("OPTIONS", "*"):  # of the server as a whole (RFC 9110, 9.3.7)
+        return Response(status_code=204)
     _log(request, 404)
     known = [route.path for route in request.app.routes if isinstance(route, Route)]
     nearest = get_close_matches(path[:MOST_COMPARED], known, 1, ALIKE)

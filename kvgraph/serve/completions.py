@@ -128,11 +128,7 @@ async def answer_completion(job: Job, generation: Generation) -> JsonObject:
         echo = await _echo_before(job, choice, tokens)
         assert echo is not None
         choices.append(await built(count, partial(_piece, job, choice, tokens, echo)))
-    return {**job.head(OBJECT), "choices": choices, "usage": _usage(job, generation)}
-
-
-def _usage(job: Job, generation: Generation) -> JsonObject:
-    return usage_of(generation, drops_output=job.drops_output)
+    return {**job.head(OBJECT), "choices": choices, "usage": usage_of(generation)}
 
 
 async def completion_events(job: Job, generation: Generation) -> AsyncIterator[bytes]:
@@ -165,7 +161,7 @@ async def completion_events(job: Job, generation: Generation) -> AsyncIterator[b
             if error:
                 yield failure(generation, error)
     if job.sends_usage:
-        yield event({**head, "choices": [], "usage": _usage(job, generation)})
+        yield event({**head, "choices": [], "usage": usage_of(generation)})
     yield DONE
 
 

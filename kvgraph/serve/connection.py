@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, cast
 
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
-from kvgraph.serve.errors import error_body
+from kvgraph.serve.errors import brief, error_body
 from kvgraph.serve.log import REQUEST_ID, is_request_id, log_answer
 from kvgraph.serve.options import ServeOptions
 
@@ -56,6 +56,8 @@ class Connection(HttpToolsProtocol):
     """Bytes that wait for an answer, or may be a part of that header or of a head's end."""
     _kept = 0
     """Bytes that httptools may buffer: of a head, or after the last piece of a chunked body."""
+    _unread_coding = ""
+    """The Transfer-Encoding for which a body is refused."""
     _receiving: TimerHandle | None = None
     """Timer until a head is complete."""
     _sending: TimerHandle | None = None
@@ -76,7 +78,7 @@ class Connection(HttpToolsProtocol):
         data, self._held = self._held + data, b""
         at = 0
         while at < len(data) and not self.transport.is_closing():
-            end = at if self._is_answering else self._end_of_part(data, at)
+            end = at if self._has_request else self._end_of_part(data, at)
             if end == at:
                 self._held = data[at:]
                 break
@@ -86,9 +88,14 @@ class Connection(HttpToolsProtocol):
             self.flow.pause_reading()
 
     @property
-    def _is_answering(self) -> bool:
+    def _has_request(self) -> bool:
         """Whether a request is complete, and its answer is not."""
         return not self._is_body and self.cycle is not None and not self.cycle.response_complete
+
+    @property
+    def is_answering(self) -> bool:
+        """Whether a request that has come is not answered, or some of an answer is not sent."""
+        return self._has_request or self.transport.get_write_buffer_size() > 0
 
     def _end_of_part(self, data: bytes, at: int) -> int:
         """End of the head or body that begins at `at`; `at` if it is not known yet.
@@ -114,7 +121,7 @@ class Connection(HttpToolsProtocol):
         else:
             self._limit_head()
             super().data_received(_UPGRADE.sub(rb"\r\nx-offer", part))
-        if self.cycle is not None and self.cycle.response_complete:
+        if self._is_body and self.cycle is not None and self.cycle.response_complete:
             self._limit_head()  # the data that came has cancelled uvicorn's own timer
 
     def on_headers_complete(self) -> None:
@@ -127,9 +134,12 @@ class Connection(HttpToolsProtocol):
         self._named = ((_REQUEST_ID, name),)
         others = [field for field in self.headers if field[0] != _REQUEST_ID]
         self.headers[:] = [*others, *self._named]
-        if self._receiving is not None:
-            self._receiving.cancel()
-            self._receiving = None
+        self._stop_receiving()
+        codings = [value for name, value in self.headers if name == b"transfer-encoding"]
+        coding = b", ".join(codings).decode("latin-1")
+        if coding.lower() not in ("", "chunked"):
+            self._unread_coding = coding
+            raise ValueError  # httptools ends with it, and uvicorn sends the answer
         if self.parser.get_http_version() < "1.1":
             self.app = self._answer_without_chunks
         super().on_headers_complete()
@@ -143,6 +153,16 @@ class Connection(HttpToolsProtocol):
     def on_message_complete(self) -> None:
         self._is_body, self._left, self._kept = False, 0, 0
         super().on_message_complete()
+        if self.cycle.response_complete:  # the connection is idle, as behind other answers
+            self._stop_receiving()
+            self.timeout_keep_alive_task = self.loop.call_later(
+                self.timeout_keep_alive, self.timeout_keep_alive_handler
+            )
+
+    def _stop_receiving(self) -> None:
+        if self._receiving is not None:
+            self._receiving.cancel()
+            self._receiving = None
 
     def _limit_head(self) -> None:
         if self._receiving is None:
@@ -157,7 +177,11 @@ class Connection(HttpToolsProtocol):
             self._refuse(408, f"head: expected all of it in {seconds:g} seconds, got a part")
 
     def send_400_response(self, msg: str) -> None:
-        self._refuse(400, "request: expected one in HTTP/1.1, got what is none")
+        if self._unread_coding:
+            got = brief(self._unread_coding)
+            self._refuse(501, f"transfer-encoding: expected chunked, got {got}")
+        else:
+            self._refuse(400, "request: expected one in HTTP/1.1, got what is none")
 
     def _refuse(self, status: int, sentence: str) -> None:
         """Answer a request with an invalid head or rest, log it, and close the connection."""

@@ -40,6 +40,8 @@ class ServeError(Exception):
             headers["retry-after"] = str(self.retry_after)
         if self.status == 401:
             headers["www-authenticate"] = "Bearer"
+        if self.status == 415:
+            headers["accept-encoding"] = "identity"
         return headers
 
 

@@ -64,26 +64,31 @@ class Choice:
     """Time of the latest tokens, in seconds of `time.perf_counter`."""
     last_counted: float = 0.0
     """Time of the latest tokens that were counted; initially that of the first tokens."""
-
-    @property
-    def finish_reason(self) -> str | None:
-        return self.tokens[-1].finish_reason if self.tokens else None
+    finish_reason: str | None = None
+    """Reason why the choice ended, as its answer says."""
 
 
 class Generation:
     """Runs choices; `async for` yields those with news: `tokens` since the last time.
 
-    `interval`: fewest tokens of a choice that count as news, except its first and last ones. Call
+    `interval`: fewest tokens of a choice that count as news, except its first and last ones.
+    `drops_output`: tokens serve the prompts' log-probabilities alone, and are not counted. Call
     `close` at the end: it cancels choices that have not ended.
     """
 
     def __init__(
-        self, runner: Runner, admission: Admission, metrics: Metrics, interval: int = 1
+        self,
+        runner: Runner,
+        admission: Admission,
+        metrics: Metrics,
+        interval: int = 1,
+        drops_output: bool = False,
     ) -> None:
         self._runner = runner
         self._admission = admission
         self._metrics = metrics
         self._interval = interval
+        self._drops_output = drops_output
         self._news = asyncio.Event()
         self.choices: list[Choice] = []
 
@@ -188,7 +193,7 @@ class Generation:
 
     def _count(self, choice: Choice) -> None:
         last = choice.tokens[-1]
-        count = len(choice.tokens) - (last.error is not None)
+        count = 0 if self._drops_output else len(choice.tokens) - (last.error is not None)
         seconds = choice.last_news - choice.last_counted
         if not choice.has_started:
             choice.has_started = True
@@ -198,10 +203,11 @@ class Generation:
             self._metrics.next_tokens(count, seconds)
         choice.last_counted = choice.last_news
         choice.num_generated += count
-        if last.finish_reason:
+        if reason := last.finish_reason:
             choice.is_over = True
+            choice.finish_reason = "length" if self._drops_output and not last.error else reason
             self._leave_engine(choice)
-            self._metrics.ended(choice.stream.stats, last.finish_reason)
+            self._metrics.ended(choice.stream.stats, choice.finish_reason)
 
     async def all_tokens(self) -> list[list[Token]]:
         """All tokens of each choice, once all have ended. ServeError if a choice failed."""
@@ -229,7 +235,11 @@ class Generation:
         """HTTP status for the error of a choice; 400 if its own grammar is the cause."""
         if NOT_FOLLOWED in error:
             return 400
-        return 503 if self._runner.is_closed else 500
+        return 503 if self.is_runner_closed else 500
+
+    @property
+    def is_runner_closed(self) -> bool:
+        return self._runner.is_closed
 
     @property
     def was_lost(self) -> bool:

@@ -70,7 +70,7 @@ def usage_so_far(job: Job, generation: Generation) -> dict[str, object]:
     """The `usage` field of a stream's frame; empty unless the client asked for it."""
     if not job.counts_in_frames:
         return {}
-    return {"usage": usage_of(generation, drops_output=job.drops_output)}
+    return {"usage": usage_of(generation)}
 
 
 def require_output_room(

@@ -13,11 +13,9 @@ A separate thread sends and answers; the engine's thread only queues events.
 
 from __future__ import annotations
 
-import socket
 import time
 from collections import deque
 from collections.abc import Sequence
-from contextlib import suppress
 from queue import SimpleQueue
 from threading import Thread
 from typing import TYPE_CHECKING, Any
@@ -26,6 +24,7 @@ import msgspec
 
 from kvgraph.errors import MissingDependencyError, RequestError
 from kvgraph.kv.pool.journal import Cleared, Event, Removed, Stored
+from kvgraph.serve.unix_socket import answers_at
 
 if TYPE_CHECKING:
     import zmq
@@ -191,12 +190,7 @@ class KVEventPublisher:
 def _is_taken(endpoint: str) -> bool:
     """Whether another process listens at an ipc path: ZeroMQ would silently replace it."""
     scheme, _, path = endpoint.partition("://")
-    if scheme != "ipc":
-        return False
-    with socket.socket(socket.AF_UNIX) as probe, suppress(OSError):
-        probe.connect(path)
-        return True
-    return False
+    return scheme == "ipc" and answers_at(path)
 
 
 def _encoded(topic: str) -> bytes:

@@ -26,6 +26,8 @@ class ServeOptions:
     """Whether generation_config.json of the artifact sets the defaults of sampling."""
     allowed_origins: tuple[str, ...] = ()
     """Origins from which browsers may send requests (CORS); `*`: all."""
+    keep_alive_seconds: int = 75
+    """Time for which an idle connection stays open: longer than a proxy's, usually 60."""
     max_body_bytes: int = 4 << 20
     max_choices: int = 128
     """Most choices of one request: its prompts times `n`."""

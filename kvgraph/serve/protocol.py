@@ -259,6 +259,8 @@ def decoded(body: bytes, kind: type[Body]) -> Body:
     try:
         return msgspec.json.decode(body, type=kind)
     except msgspec.ValidationError as error:
+        if AS_FLOAT in str(error) and (whole := _with_integers(body)) != body:
+            return decoded(whole, kind)
         field = _field(str(error))
         hint = HINTS.get(field or "", "")
         raise ServeError(400, f"body: {error}{hint}", param=field) from error
@@ -266,6 +268,23 @@ def decoded(body: bytes, kind: type[Body]) -> Body:
         raise ServeError(400, f"body: {_why_not_json(body, str(error))}") from error
     except RecursionError as error:
         raise ServeError(400, "body: expected JSON that nests less deeply") from error
+
+
+AS_FLOAT = "got `float` - at `$."
+"""What msgspec says of a number in a field of another type."""
+
+
+def _with_integers(body: bytes) -> bytes:
+    """1.0 as 1, in fields that are numbers or lists of them: some clients have no integers."""
+    fields = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
+    for name, value in fields.items():
+        if b'"' not in (text := bytes(value)):
+            fields[name] = msgspec.Raw(WHOLE.sub(b"", text))
+    return msgspec.json.encode(fields)
+
+
+WHOLE = re.compile(rb"(?<=[0-9])\.0+(?![0-9eE])")
+"""Behind the integer that a number is."""
 
 
 ESCAPES = re.compile(

@@ -159,11 +159,11 @@ class _StreamedMessage:
 def _call_events(event: _Events, item: JsonObject) -> list[bytes]:
     at = {"output_index": 0, "item_id": item["id"]}
     begun = item | {"arguments": "", "status": RUNS}
-    text, name = item["arguments"], "response.function_call_arguments"
+    text, kind = item["arguments"], "response.function_call_arguments"
     return [
         event("response.output_item.added", output_index=0, item=begun),
-        event(f"{name}.delta", **at, delta=text),
-        event(f"{name}.done", **at, arguments=text),
+        event(f"{kind}.delta", **at, delta=text),
+        event(f"{kind}.done", **at, name=item["name"], arguments=text),
         event("response.output_item.done", output_index=0, item=item),
     ]
 

@@ -14,21 +14,26 @@ import socket
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from types import FrameType
+from typing import cast
 
 import uvicorn
 import uvloop
 
 from kvgraph.runtime.engine import Engine
 from kvgraph.serve.app import make_app
-from kvgraph.serve.connection import connection_type
+from kvgraph.serve.connection import Connection, connection_type
 from kvgraph.serve.latency import free_heap, is_making, share_python
 from kvgraph.serve.log import LinesOfOthers, write_line
 from kvgraph.serve.options import ServeOptions
 from kvgraph.serve.service import EngineService, Service
+from kvgraph.serve.unix_socket import listen_at
 
 CLOSING_SECONDS = 5
 """Time for connections that are open after the last request has ended."""
+
+BACKLOG = 2048
 
 
 def serve(
@@ -38,14 +43,16 @@ def serve(
     *,
     host: str = "127.0.0.1",
     port: int = 8000,
+    uds: Path | None = None,
 ) -> None:
     """Serve the engine that `make` creates until SIGTERM, SIGINT or SIGHUP; port 0 takes a free
     one.
 
-    OSError if the address is not available. An error of `make` ends the server, and is raised here.
-    If the signal comes before `make` is done, the process exits here, with code 0.
+    `uds`: a Unix socket to listen at instead. OSError if the address is not available. An error of
+    `make` ends the server, and is raised here. If the signal comes before `make` is done, the
+    process exits here, with code 0.
     """
-    listening = listen(host, port)
+    listening = listen(host, port) if uds is None else listen_at(uds, BACKLOG)
     share_python()
     service = EngineService(name, make, options)
     config = uvicorn.Config(
@@ -56,12 +63,14 @@ def serve(
         access_log=False,
         log_config=None,
         log_level="error",  # invalid requests have their own line in the log
+        timeout_keep_alive=options.keep_alive_seconds,
         timeout_graceful_shutdown=CLOSING_SECONDS,
         server_header=False,
     )
-    write_line({"event": "listening", "url": url_of(*listening.getsockname()[:2])})
+    url = url_of(*listening.getsockname()[:2]) if uds is None else f"unix:{uds}"
+    write_line({"event": "listening", "url": url})
     with _others_in_lines(), asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(_Server(config, service).main(listening))
+        runner.run(_Server(config, service, uds).main(listening))
     free_heap()
     if is_making():  # its thread may hold locks that interpreter exit would wait for
         with suppress(OSError):
@@ -81,13 +90,18 @@ def _others_in_lines() -> Iterator[None]:
 
 
 def listen(host: str, port: int) -> socket.socket:
+    """An address of IPv6 may have brackets; `::` is every address, of IPv4 too."""
+    name = host[1:-1] if host.startswith("[") and host.endswith("]") else host
     try:
-        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
-        return socket.create_server((host, port), family=family, backlog=2048)
+        family = socket.getaddrinfo(name, port, type=socket.SOCK_STREAM)[0][0]
+        both = family == socket.AF_INET6 and socket.has_dualstack_ipv6()
+        return socket.create_server(
+            (name, port), family=family, backlog=BACKLOG, dualstack_ipv6=both
+        )
     except (OSError, OverflowError) as error:
+        hint = "give a path to --uds" if "/" in host else "choose another with --host and --port"
         raise OSError(
-            f"{host}:{port}: expected an address to listen at, got {error}; "
-            "choose another with --host and --port"
+            f"{host}:{port}: expected an address to listen at, got {error}; {hint}"
         ) from error
 
 
@@ -96,8 +110,9 @@ def url_of(host: str, port: int) -> str:
 
 
 class _Server(uvicorn.Server):
-    def __init__(self, config: uvicorn.Config, service: Service) -> None:
+    def __init__(self, config: uvicorn.Config, service: Service, uds: Path | None = None) -> None:
         super().__init__(config)
+        self._uds = uds
         self._service = service
         self._service.after_failure = self._fail
         self._failure: BaseException | None = None
@@ -115,6 +130,13 @@ class _Server(uvicorn.Server):
             await self._service.close()
         if self._failure is not None:
             raise self._failure
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """uvicorn's, which closes what listens: from then on the path may be another process's."""
+        if self._uds is not None:
+            with suppress(OSError):
+                self._uds.unlink()
+        await super().shutdown(sockets)
 
     async def _load(self) -> None:
         try:
@@ -149,10 +171,16 @@ class _Server(uvicorn.Server):
         write_line({"event": "draining", "signal": signal.Signals(sig).name})
 
     async def _drain(self) -> None:
-        """Let running requests continue for `drain_seconds`; then end them with an error."""
+        """Let running requests and undelivered answers continue for `drain_seconds`; then end them
+        with an error."""
         loop = asyncio.get_running_loop()
         end = loop.time() + self._service.options.drain_seconds
-        while self._service.num_open and loop.time() < end and not self.should_exit:
+        while self._is_busy() and loop.time() < end and not self.should_exit:
             await asyncio.sleep(0.01)
         await self._service.close()
         self.should_exit = True
+
+    def _is_busy(self) -> bool:
+        """Whether the engine has requests, or a client has not got all of its answer."""
+        connections = cast("set[Connection]", self.server_state.connections)
+        return bool(self._service.num_open) or any(one.is_answering for one in connections)

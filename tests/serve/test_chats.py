@@ -151,6 +151,45 @@ def test_an_answer_goes_on_with_the_last_message(server: Server, engine: Engine)
     assert "expected messages next to it" in refusal(server.post("/tokenize", alone), 400)
 
 
+@pytest.mark.parametrize(
+    ("refused", "text"),
+    [
+        ({"content": None, "refusal": "I cannot."}, "I cannot."),
+        ({"refusal": "I cannot."}, "I cannot."),
+        ({"content": [{"type": "refusal", "refusal": "I cannot."}]}, "I cannot."),
+        ({"content": None}, ""),
+        ({}, ""),
+        ({"content": "It binds.", "refusal": None}, "It binds."),
+    ],
+)
+def test_what_an_assistant_refused(
+    server: Server, engine: Engine, refused: dict[str, Any], text: str
+) -> None:
+    messages = [MESSAGES[1], {"role": "assistant", **refused}, MESSAGES[1]]
+    plain = [MESSAGES[1], {"role": "assistant", "content": text}, MESSAGES[1]]
+    answer = answered(server.post(PATH, {**BODY, "messages": messages}))
+    assert answer["usage"]["prompt_tokens"] == len(engine.apply_chat_template(plain))
+    done = engine.chat(plain, SamplingParams(max_tokens=12))
+    assert answer["choices"][0]["message"]["content"] == done.text
+
+
+@pytest.mark.parametrize(
+    ("message", "sentence"),
+    [
+        ({"role": "user"}, "messages[0].content: expected text or a list of text parts"),
+        ({"role": "user", "content": [{"type": "refusal", "refusal": "a"}]}, "expected 'text'"),
+        ({"role": "assistant", "function_call": {"name": "f"}}, "messages[0].content: expected"),
+        (
+            {"role": "assistant", "content": [{"type": "refusal"}]},
+            "expected 'text', got str 'refusal'",
+        ),
+    ],
+)
+def test_messages_without_text(server: Server, message: dict[str, Any], sentence: str) -> None:
+    answer = server.post(PATH, {**BODY, "messages": [message]})
+    assert sentence in refusal(answer, 400)
+
+
 def test_parts_of_text_are_text(server: Server, engine: Engine) -> None:
     parts = [{"type": "text", "text": "What is"}, {"type": "text", "text": " it?"}]
     messages = [{"role": "user", "content": parts}]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -345,3 +346,15 @@ def test_a_frame_holds_an_interval_of_tokens(
     assert len(sizes) <= 4
     assert "".join(choice["text"] for choice in choices) == done.text
     assert len(messages) <= 1 + 4  # the role has a frame of its own
+
+
+def test_integers_of_a_client_that_has_none(server: Server) -> None:
+    """In fields and lists of them; a text stays what it is."""
+    for prompt, written in (([5, 60, 700], "[5.0, 60.0,\n700.00\n]"), ("of 1.0, 2", '"of 1.0, 2"')):
+        whole = server.complete(prompt, max_tokens=3, logprobs=1, stop_token_ids=[2047])
+        body = f"""{{"prompt": {written}, "max_tokens" : 3.0 , "temperature": 0.0, "logprobs": 1.0,
+        "stop_token_ids": [2047.0], "top_k": -1.0, "metadata": {{"a": 1.0}}}}"""
+        assert json.loads(body)["prompt"] == prompt
+        answer = answered(server.client.post("/v1/completions", content=body))
+        assert answer["choices"] == whole["choices"]
+        assert answer["usage"]["total_tokens"] == whole["usage"]["total_tokens"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import AsyncIterator
 from http.client import HTTPResponse
 from pathlib import Path
@@ -122,7 +123,7 @@ def test_a_body_has_its_time_from_piece_to_piece(
 
 def test_a_body_that_comes_behind_its_answer(artifact: Path, tmp_path: Path) -> None:
     """The connection ends as an idle one does, whether the body is whole or not."""
-    options = json.dumps({"receive_seconds": 0.2})
+    options = json.dumps({"receive_seconds": 0.2, "keep_alive_seconds": 0.2})
     head = b"POST /nothing HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n"
     with serving(tmp_path / "log", artifact, options, command=LIMITED) as server:
         for size in (1, 100):
@@ -133,6 +134,60 @@ def test_a_body_that_comes_behind_its_answer(artifact: Path, tmp_path: Path) -> 
                 answer.read()
                 to.sendall(b"a" * size)
                 assert to.recv(1) == b""
+
+
+def test_an_idle_connection_has_its_own_time(artifact: Path, tmp_path: Path) -> None:
+    """Longer than proxies keep one, and longer than a request may take to come."""
+    assert ServeOptions().keep_alive_seconds > 60
+    head = b"POST /nothing HTTP/1.1\r\nHost: x\r\nContent-Length: 1\r\n\r\n"
+    options = json.dumps({"receive_seconds": 0.2})
+    with (
+        serving(tmp_path / "log", artifact, options, command=LIMITED) as server,
+        server.connect() as to,
+    ):
+        for late in (b"", b"a"):
+            to.sendall(head if late else posted("/nothing", {}))
+            with HTTPResponse(to) as answer:
+                answer.begin()
+                assert answer.status == 404
+                answer.read()
+            to.sendall(late)
+            time.sleep(0.5)
+        to.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+        with HTTPResponse(to) as answer:
+            answer.begin()
+            assert answer.status == 200
+
+
+def test_a_transfer_coding_that_is_not_read(server: Server) -> None:
+    before = len(server.log())
+    chunk = b"2\r\n{}\r\n0\r\n\r\n"
+    for codings in (("gzip, chunked",), ("gzip", "chunked"), ("Gzip,chunked",)):
+        fields = "".join([f"Transfer-Encoding: {coding}\r\n" for coding in codings])
+        with server.connect() as to, HTTPResponse(to) as answer:
+            to.sendall(f"POST /tokenize HTTP/1.1\r\nHost: x\r\n{fields}\r\n".encode() + chunk)
+            answer.begin()
+            assert (answer.status, answer.will_close) == (501, True)
+            message = json.load(answer)["error"]["message"]
+            told = ", ".join(codings)
+            assert message == f"transfer-encoding: expected chunked, got {told!r}"
+            assert to.recv(1) == b""
+    lines = [json.loads(line) for line in server.log()[before:].splitlines()]
+    assert [line["status"] for line in lines] == [501] * 3
+    with server.connect() as to, HTTPResponse(to) as answer:
+        head = "POST /tokenize HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: Chunked\r\n\r\n"
+        to.sendall(head.encode() + chunk)
+        answer.begin()
+        assert answer.status == 400
+        assert "expected one of prompt" in json.load(answer)["error"]["message"]
+
+
+def test_a_ping(server: Server) -> None:
+    """RFC 9110, 9.3.7: of the server, not of a path."""
+    with server.connect() as to, HTTPResponse(to, method="OPTIONS") as answer:
+        to.sendall(b"OPTIONS * HTTP/1.1\r\nHost: x\r\n\r\n")
+        answer.begin()
+        assert (answer.status, answer.read()) == (204, b"")
 
 
 def test_requests_that_come_before_the_answers(server: Server) -> None:

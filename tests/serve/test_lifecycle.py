@@ -18,7 +18,6 @@ from typing import Any
 import httpx
 import pytest
 
-from kvgraph.serve.server import url_of
 from tests.serve.running import (
     COMMAND,
     LIMITED,
@@ -176,11 +175,6 @@ def is_ready(url: str) -> bool:
         return httpx.get(url, timeout=SECONDS).status_code == 200
     except httpx.TransportError:
         return False
-
-
-def test_addresses_of_ipv6_have_brackets() -> None:
-    assert url_of("::1", 8000) == "http://[::1]:8000"
-    assert url_of("127.0.0.1", 8000) == "http://127.0.0.1:8000"
 
 
 def test_a_long_text_does_not_stop_the_others(server: Server) -> None:
@@ -345,6 +339,7 @@ def test_a_taken_port_is_one_sentence(server: Server, artifact: Path) -> None:
         (("--api-key-file", "{folder}/empty"), "expected an API key on a line, got none"),
         (("--api-key-file", "{folder}/none"), "--api-key-file: expected a file at"),
         (("--host", "256.0.0.1", "--port", "0"), "expected an address to listen at"),
+        (("--host", "unix:/x.sock"), "give a path to --uds"),
         (("--cache-memory", "much", "--port", "0"), "cache_memory"),
     ],
 )

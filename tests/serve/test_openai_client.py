@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 from kvgraph import Engine, SamplingParams
 from kvgraph.serve.items import Reasoning, ResponseRequest, TextConfig
 from kvgraph.serve.protocol import ChatRequest, CompletionRequest
-from tests.serve.running import SECONDS, Server, serving
+from tests.serve.running import SECONDS, Server, answered, serving
 
 openai = pytest.importorskip("openai", reason="needs the package openai")
 
@@ -90,6 +91,61 @@ def test_vllms_fields_go_in_extra_body(client: Any, engine: Engine) -> None:
     fields = {**GREEDY, "temperature": 1}
     answer = client.completions.create(prompt=PROMPT, extra_body=extra, **fields)
     assert answer.choices[0].text == done.text
+
+
+TOOL = {"name": "f", "parameters": {"type": "object", "properties": {"x": {"type": "boolean"}}}}
+FORCED = {"tool_choice": "required", "max_tokens": 40}
+CHAT = {"messages": MESSAGES, "max_tokens": 8}
+
+
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        ("completions", {"prompt": PROMPT, "max_tokens": 8, "logprobs": 2}),
+        ("chat/completions", CHAT | {"logprobs": True, "top_logprobs": 2}),
+        ("chat/completions", CHAT | FORCED | {"tools": [{"type": "function", "function": TOOL}]}),
+        ("responses", {"input": PROMPT, "max_output_tokens": 8, "top_logprobs": 2}),
+        (
+            "responses",
+            {
+                "input": PROMPT,
+                "max_output_tokens": 40,
+                "tools": [{"type": "function", **TOOL}],
+                "tool_choice": "required",
+            },
+        ),
+    ],
+)
+def test_every_field_is_one_of_the_clients(
+    server: Server, path: str, fields: dict[str, Any]
+) -> None:
+    """What it reads has all that its types require; the client itself checks nothing."""
+    from openai.types import Completion
+    from openai.types.chat import ChatCompletion, ChatCompletionChunk
+    from openai.types.responses import Response, ResponseStreamEvent
+    from pydantic import TypeAdapter
+
+    if "tool_choice" in fields:
+        pytest.importorskip("llguidance", reason="structured output needs the extra `guide`")
+    whole, piece = {
+        "completions": (Completion, Completion),
+        "chat/completions": (ChatCompletion, ChatCompletionChunk),
+        "responses": (Response, ResponseStreamEvent),
+    }[path]
+    body = {"temperature": 0, **fields}
+    TypeAdapter(whole).validate_python(answered(server.post(f"/v1/{path}", body)))
+    body |= {"stream": True, "stream_options": {"include_usage": True}}
+    with server.client.stream("POST", f"/v1/{path}", json=body) as stream:
+        data = [line[6:] for line in stream.iter_lines() if line.startswith("data: {")]
+    assert len(data) > 2
+    for frame in map(json.loads, data):
+        if path == "completions":  # OpenAI's have null before the last, which its type has not
+            frame["choices"] = [{"finish_reason": "stop"} | _given(c) for c in frame["choices"]]
+        TypeAdapter(piece).validate_python(frame)
+
+
+def _given(fields: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in fields.items() if value is not None}
 
 
 def test_models(client: Any) -> None:

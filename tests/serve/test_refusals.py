@@ -29,6 +29,10 @@ TEXTS, CHATS = "/v1/completions", "/v1/chat/completions"
         ({"prompts": "a"}, "unknown field `prompts`", None),
         ({"max_tokens": "8"}, "Expected `int | null`, got `str`", "max_tokens"),
         ({"max_tokens": True}, "got `bool`", "max_tokens"),
+        ({"max_tokens": 1.5}, "Expected `int | null`, got `float`", "max_tokens"),
+        ({"max_tokens": 0.0}, "expected at least 1 without echo, got 0", "max_tokens"),
+        ({"prompt": 5.0}, "got `int`", "prompt"),
+        ({"prompt": [5, 1.25]}, "got `float`", "prompt"),
         ({"max_tokens": -1}, "Expected `int` >= 0", "max_tokens"),
         ({"max_tokens": 0}, "expected at least 1 without echo, got 0", "max_tokens"),
         ({"max_tokens": 3000}, "at most 2048 tokens of prompt and output", "max_tokens"),
@@ -241,6 +245,7 @@ def test_paths_and_methods(server: Server) -> None:
 def test_a_body_in_another_encoding(server: Server, path: str) -> None:
     answer = server.client.post(path, content=b"any", headers={"content-encoding": "gzip"})
     assert refusal(answer, 415) == "content-encoding: expected identity, got 'gzip'"
+    assert answer.headers["accept-encoding"] == "identity"
     body = {"prompt": 5}
     assert "got `int`" in refusal(
         server.post("/tokenize", body, **{"content-encoding": "Identity"}), 400

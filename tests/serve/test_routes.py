@@ -282,6 +282,19 @@ def test_metrics_count(server: Server) -> None:
     assert any("cache_config_info" in name for name in after)
 
 
+def test_what_is_not_answered_is_not_counted(server: Server) -> None:
+    """An echo alone computes a token that nobody asked for."""
+    server.wait_until_idle()
+    before, logged = metrics(server.client), len(server.log())
+    answer = server.complete("The import", max_tokens=0, echo=True, logprobs=1)
+    assert answer["usage"]["completion_tokens"] == 0
+    after = metrics(server.client)
+    for name, count in (("generation_tokens_total", 0), ("request_success_totallength", 1)):
+        assert after[f"kvgraph:{name}"] - before[f"kvgraph:{name}"] == count, name
+    line = json.loads(server.log()[logged:].splitlines()[0])
+    assert (line["generated_tokens"], line["reasons"]) == (0, ["length"])
+
+
 def guarded() -> list[tuple[str, str]]:
     """Path and method of every route but those that are OPEN."""
     service: Any = SimpleNamespace(options=ServeOptions())

@@ -18,7 +18,8 @@ def hold(host: str, port: int) -> socket.socket:
         for one in (first, held):
             one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         if first.family == socket.AF_INET6:
-            held.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+            is_alone = first.getsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY)
+            held.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, is_alone)
         # SO_REUSEADDR ignores recently closed connections; off again, it keeps others out.
         held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         held.bind(first.getsockname())

@@ -127,7 +127,7 @@ def serve_replicas(
             if os.environ.get("RAY_ADDRESS"):
                 held.close()  # the cluster may run as another user, whose proxy needs the address
             index = start_index(APPLICATION, NAMESPACE)
-            _start_serve(host, port)
+            _start_serve(host, port, options.keep_alive_seconds)
             write_line({"event": "listening", "url": url_of(host, port)})
             ending.listen()
             application = _application(name, folder, make, options, replicas, index)
@@ -187,10 +187,10 @@ def _require_alone() -> ActorHandle | None:
     return lock
 
 
-def _start_serve(host: str, port: int) -> None:
+def _start_serve(host: str, port: int, keep_alive_seconds: int) -> None:
     try:
         serve.start(
-            http_options=HTTPOptions(host=host, port=port),
+            http_options=HTTPOptions(host=host, port=port, keep_alive_timeout_s=keep_alive_seconds),
             logging_config={"log_level": "ERROR", "enable_access_log": False},
         )
     except (RayError, TimeoutError) as error:

@@ -66,3 +66,12 @@ def test_of_ipv6() -> None:
         host, port = held.getsockname()[:2]
         with pytest.raises(OSError, match=IN_USE):
             hold(host, port)
+
+
+@pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="no IPv6 here")
+def test_all_addresses_are_those_of_ipv4_too() -> None:
+    """As Ray's proxy has them."""
+    with hold("[::]", 0) as held:
+        port = held.getsockname()[1]
+        with pytest.raises(OSError, match=IN_USE):
+            hold("127.0.0.1", port)
