@@ -158,6 +158,24 @@ def test_the_name_of_a_text_fits_a_manifest(compiled: Compiled, tmp_path: Path) 
     assert read_manifest(folder).quality == replace(INFO, text=text.name)
 
 
+def test_a_tokenizer_with_more_ids_than_the_model(
+    tmp_path: Path, model_folder: Callable[[str], Path]
+) -> None:
+    """The artifact stays; why there is no figure is one sentence."""
+    folder = shutil.copytree(model_folder("llama"), tmp_path / "model")
+    shutil.copyfile(TINY_LLAMA / "tokenizer.json", folder / "tokenizer.json")
+    out = tmp_path / "out"
+    given = ["compile", str(folder), "-o", str(out), "--weights", "int8", "--no-check"]
+    done = CliRunner().invoke(cli.app, given)
+    assert done.exit_code == 0
+    vocab_size = read_manifest(out).model.vocab_size
+    said = f"{folder}/tokenizer.json: expected token ids in [0, {vocab_size}), those of the model"
+    assert f"note: quality not measured: {said}, got " in done.stderr
+    assert f"note: tokenizer: the model's table of {vocab_size} rows has none for " in done.stderr
+    with pytest.raises(kvgraph.ModelError, match="expected token ids in"):
+        measure(out, folder)
+
+
 def test_bad_input(compiled: Compiled, tmp_path: Path, model_folder: Callable[[str], Path]) -> None:
     folder = compiled("tiny-llama")
     (tmp_path / "binary").write_bytes(b"\xff\xfe")

@@ -10,7 +10,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from kvgraph.contract.manifest import Manifest, QualityInfo, read_measured, write_manifest
-from kvgraph.errors import RequestError
+from kvgraph.contract.tokenizer import NAME
+from kvgraph.errors import ModelError, RequestError
 from kvgraph.quality.scores import compare
 from kvgraph.quality.text import WINDOW_TOKENS, cut_windows, read_text
 
@@ -34,8 +35,9 @@ def measure(
     before the session opens, so both are never in memory together. Nothing is written (see
     `record`).
 
-    ModelError: `source` has no tokenizer.json or no weights. ArtifactError: this machine cannot run
-    the artifact, or its logits are not finite. RequestError: the text is too short, or not UTF-8.
+    ModelError: `source` has no tokenizer.json or no weights, or the text has token ids that the
+    model does not have. ArtifactError: this machine cannot run the artifact, or its logits are not
+    finite. RequestError: the text is too short, or not UTF-8.
     """
     from kvgraph.compiler.frontends.gguf import as_folder
     from kvgraph.quality.artifact import score_artifact
@@ -50,6 +52,12 @@ def measure(
     length = min(WINDOW_TOKENS, model.max_seq_len)
     with as_folder(source) as folder_of_source:
         windows = cut_windows(given, folder_of_source, model.bos_token_id, length, most_tokens)
+        highest = max(int(window.max()) for window in windows)
+        if highest >= model.vocab_size:
+            raise ModelError(
+                f"{source}/{NAME}: expected token ids in [0, {model.vocab_size}), those of the "
+                f"model, got {highest} for {given.name}"
+            )
         progress("scoring the checkpoint in float32")
         reference = score_reference(folder_of_source, windows, model.max_seq_len)
     progress("scoring the artifact")

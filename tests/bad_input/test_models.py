@@ -144,13 +144,20 @@ def test_a_name_on_the_hub(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("beside", ["adapter_config.json", "config.json"])
 def test_a_lora_adapter(model: Path, tmp_path: Path, beside: str) -> None:
-    """Also where its base's configuration lies next to it: transformers would look for the base."""
+    """Also where a model lies next to it: transformers would look for the adapter's base."""
     (model / "adapter_config.json").write_text('{"base_model_name_or_path": "a/b"}')
     if beside == "adapter_config.json":
         (model / "config.json").unlink()
+        said = "config.json in a model folder, got a LoRA adapter; merge it into its base model"
+    else:
+        said = (
+            "a model folder, got a model and a LoRA adapter in one; if the model is the merged "
+            "one, move adapter_config.json and the adapter's weights away, else merge the adapter "
+            "into its base model"
+        )
     assert either(tmp_path, model) == (
-        f"{model}: expected config.json in a model folder, got a LoRA adapter; merge it into its "
-        "base model (peft: merge_and_unload, then save_pretrained) and compile that folder"
+        f"{model}: expected {said} (peft: merge_and_unload, then save_pretrained) and compile that "
+        "folder"
     )
 
 
@@ -176,9 +183,39 @@ def test_gguf_files(tmp_path: Path) -> None:
 def test_quantised_checkpoints(model: Path, tmp_path: Path, method: str | None, where: str) -> None:
     quantised: dict[str, Any] = {"quantization_config": {"quant_method": method, "bits": 4}}
     configure(model, **(quantised if where == "quantization_config" else {where: quantised}))
+    got = f"a checkpoint quantised by {method!r}" if method else "no quant_method"
     assert either(tmp_path, model) == (
-        f"{model}/config.json: quantization_config: expected one of {list(QUANTIZED)}, got a "
-        f"checkpoint quantised by {method!r}; compile the one that it was made from, with "
+        f"{model}/config.json: quantization_config: expected one of {list(QUANTIZED)}, got {got}; "
+        "compile the one that it was made from, with --weights int4 or int8"
+    )
+
+
+@pytest.mark.parametrize("names", [["quantization"], ["quantization", "quantization_config"]])
+def test_checkpoints_of_mlx(model: Path, tmp_path: Path, names: list[str]) -> None:
+    configure(model, **{name: {"group_size": 64, "bits": 4} for name in names})
+    assert either(tmp_path, model) == (
+        f"{model}/config.json: quantization: expected none, got a checkpoint of MLX (mlx-lm); "
+        "compile the one that it was made from, with --weights int4 or int8"
+    )
+
+
+@pytest.mark.parametrize(
+    ("more", "got"),
+    [
+        ({"packing_format": "auto_round:fp8"}, "'auto_round:fp8'"),
+        (
+            {"packing_format": "auto_round:auto_gptq", "rotation_config": {"backend": "auto"}},
+            "'auto_round:auto_gptq' with one",
+        ),
+        ({}, "None"),
+    ],
+)
+def test_forms_of_auto_round(model: Path, tmp_path: Path, more: dict[str, Any], got: str) -> None:
+    configure(model, quantization_config={"quant_method": "auto-round", "bits": 4, **more})
+    assert either(tmp_path, model) == (
+        f"{model}/config.json: quantization_config: expected a packing_format of "
+        f"['auto_round:auto_awq', 'auto_round:auto_gptq'] without a rotation_config, got {got}; "
+        'export it with format="auto_gptq", or compile the one that it was made from, with '
         "--weights int4 or int8"
     )
 

@@ -12,8 +12,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import kvgraph
-from kvgraph import UnsupportedError
+from kvgraph import ModelError, UnsupportedError
 from kvgraph.compiler.frontends import huggingface
+from kvgraph.compiler.frontends.folder import read_config
+from kvgraph.compiler.frontends.left_plain import left_plain
 from kvgraph.compiler.frontends.stored_forms import stored_forms
 from tests.support import quantized
 
@@ -113,3 +115,38 @@ def test_an_index_that_act_order_needs(mixed: tuple[Path, Path]) -> None:
         state(folder)
     say(folder, static_groups=True)
     state(folder)
+
+
+@pytest.mark.parametrize(("form", "packing"), [("gptq", "auto_gptq"), ("awq", "auto_awq")])
+def test_auto_round(form: str, packing: str, plain: Callable[[str], Path], tmp_path: Path) -> None:
+    """Its own checkpoints have the layout of another method, without an index."""
+    folder = quantized.make(form, plain("llama"), tmp_path / form, tmp_path / "meant")
+    change(folder, lambda t: [t.pop(name) for name in list(t) if name.endswith(".g_idx")])
+    own = {"packing_format": f"auto_round:{packing}", "bits": 4, "group_size": 32, "sym": False}
+    configure(folder, {"quant_method": "auto-round", "data_type": "int", **own})
+    found, expected = state(folder), state(tmp_path / "meant")
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+
+
+def test_layers_of_auto_round_with_other_bits(mixed: tuple[Path, Path]) -> None:
+    folder, meant = mixed
+    change(folder, lambda t: [t.pop(name) for name in list(t) if name.endswith(".g_idx")])
+    quantized.mixed(folder, meant, DOWN)
+    others = {LAYER: {"bits": 8, "group_size": 32}, DOWN: {"bits": 16, "data_type": "float"}}
+    own = {"packing_format": "auto_round:auto_gptq", "bits": 4, "group_size": 64}
+    configure(folder, {"quant_method": "auto-round", "extra_config": others, **own})
+    found, expected = state(folder), state(meant)
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+    config = read_config(folder)
+    assert stored_forms(config).linears.bits == 8
+    is_plain = left_plain(config, {})
+    assert [is_plain(name) for name in (DOWN, LAYER)] == [True, False]
+    configure(folder, {"quant_method": "auto-round", "extra_config": [], **own})
+    with pytest.raises(ModelError, match="extra_config: expected an object"):
+        state(folder)
+
+
+def configure(folder: Path, given: dict[str, Any]) -> None:
+    path = folder / "config.json"
+    config = json.loads(path.read_text()) | {"quantization_config": given}
+    path.write_text(json.dumps(config))

@@ -233,7 +233,8 @@ ONLY_INPUTS = {"targets": ["LlamaAttention"], "weights": None, "input_activation
     [
         ("pack-quantized", [{"weights": INT4}, ONLY_INPUTS], Form(4, 128)),
         ("pack-quantized", [ONLY_INPUTS], PLAIN),
-        ("pack-quantized", [{"weights": INT4 | {"actorder": "group"}}], Form(4)),
+        ("pack-quantized", [{"weights": INT4 | {"actorder": "group"}}], Form(8)),
+        ("pack-quantized", [{"weights": INT4 | {"group_size": 16}}], Form(8)),
         ("pack-quantized", [{"weights": INT4 | {"actorder": "weight"}}], Form(4, 128)),
         ("int-quantized", [{"weights": INT4}], Form(8, 128, INT8)),
         (

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from kvgraph import ModelError
 from kvgraph.compiler.frontends import huggingface
@@ -119,6 +120,22 @@ def test_a_block_as_text(plain: Callable[[str], Path], tmp_path: Path) -> None:
     found = state(with_block(folder, "64x48"))
     assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
     assert stored_forms(read_config(folder)) == planned
+
+
+@pytest.mark.parametrize("form", ["fp8", "gptq", "awq", "w8a8", "nvfp4"])
+def test_scales_of_activations_and_caches_are_left(
+    form: str, plain: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """No tensor that the model has no place for: each row is scaled as it comes."""
+    folder = quantized.make(form, plain("llama"), tmp_path / "packed")
+    tensors = load_file(folder / "model.safetensors")
+    for name in ("input_scale", "activation_scale", "output_scale", "output_zero_point"):
+        tensors[f"model.layers.0.mlp.up_proj.{name}"] = torch.ones(1)
+    for name in ("k_scale", "k_zero_point", "v_zero_point"):
+        tensors[f"model.layers.0.self_attn.{name}"] = torch.ones(1)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    notes = huggingface.load(folder, "float32", weightless=True).notes
+    assert not [note for note in notes if "no place" in note]
 
 
 def state(folder: Path) -> dict[str, torch.Tensor]:

@@ -198,7 +198,7 @@ def test_larger_groups_repeat_their_scales(group: int, inputs: int) -> None:
     assert np.array_equal(decoded.astype(np.float32), wanted)
 
 
-@pytest.mark.parametrize(("form", "bits"), [("gptq-act-order", 4), ("gptq-8", 8), ("nvfp4", 8)])
+@pytest.mark.parametrize(("form", "bits"), [("gptq-act-order", 8), ("gptq-8", 8), ("nvfp4", 8)])
 def test_layers_without_a_form_are_rounded(
     form: str, bits: int, plain: Callable[[str], Path], tmp_path: Path
 ) -> None:

@@ -325,7 +325,13 @@ def test_a_tokenizer_that_does_not_travel_is_said(
         f"no tokenizer.json; {said}"
     ]
     shutil.copyfile(TINY_LLAMA / "tokenizer.json", folder / "tokenizer.json")
-    assert tokenizer_notes(folder, text_files(folder, 2048)) == ()
+    files = text_files(folder, 2048)
+    assert tokenizer_notes(folder, files, 2048) == ()
+    assert tokenizer_notes(folder, files, 2046) == (
+        "tokenizer: the model's table of 2046 rows has none for 2 of its tokens, such as "
+        f"{Tokenizer.from_file(str(folder / 'tokenizer.json')).id_to_token(2046)!r} (id 2046); a "
+        "prompt with one is refused",
+    )
 
 
 def test_transformers_writes_the_tokenizer_that_travels(tmp_path: Path) -> None:
@@ -337,6 +343,6 @@ def test_transformers_writes_the_tokenizer_that_travels(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "qwen2"}')
     AutoTokenizer.from_pretrained(tmp_path).save_pretrained(tmp_path)
     found = text_files(tmp_path, 2100)
-    assert tokenizer_notes(tmp_path, found) == ()
+    assert tokenizer_notes(tmp_path, found, 2100) == ()
     tokenizer = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
     assert tokenizer.decode(tokenizer.encode("import this").ids) == "import this"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import re
 import shutil
 import warnings
 from collections.abc import Callable
@@ -11,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 import kvgraph
 from kvgraph import ModelError
@@ -107,3 +108,49 @@ def test_a_truncated_pickle(keep: int, folder: Path) -> None:
     assert huggingface.load(folder, "float32").loaded == ""
     (folder / PICKLED).write_bytes((folder / PICKLED).read_bytes()[:keep])
     assert f"{PICKLED}: expected tensors, got a damaged file" in refused(folder)
+
+
+NORM = "model.layers.1.input_layernorm.weight"
+ADAPTER = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
+Tensors = dict[str, torch.Tensor]
+
+
+@pytest.mark.parametrize("weightless", [False, True])
+@pytest.mark.parametrize(
+    ("edit", "said"),
+    [
+        *(
+            (
+                lambda t, prefix=prefix: {prefix + name: t[name] for name in t},
+                f"missing_keys such as (.*); strip '{prefix}' from the names of tensors, as in "
+                rf"{prefix}\1",
+            )
+            for prefix in ("_orig_mod.", "module.", "base_model.model.")
+        ),
+        (
+            lambda t: {name.replace("1.input_layernorm", "1.ln"): t[name] for name in t},
+            f"missing_keys such as {NORM}; the first tensor without a place is "
+            "model.layers.1.ln.weight",
+        ),
+        (
+            lambda t: (
+                {f"base_model.model.{name}": t[name] for name in t} | {ADAPTER: torch.ones(8, 64)}
+            ),
+            f"missing_keys such as .*; merge the LoRA adapter, such as {ADAPTER}, into its base "
+            r"model \(peft: merge_and_unload, then save_pretrained\) and compile that folder",
+        ),
+        (
+            lambda t: t | {NORM: torch.ones(3)},
+            rf"mismatched_keys such as {NORM} \[3\] for \[64\]",
+        ),
+    ],
+)
+def test_what_a_checkpoint_has_in_place_of_weights(
+    edit: Callable[[Tensors], Tensors], said: str, weightless: bool, folder: Path
+) -> None:
+    """In the same words whoever reads them."""
+    save_file(edit(load_file(folder / WHOLE)), folder / WHOLE, metadata={"format": "pt"})
+    with pytest.raises(ModelError) as error:
+        huggingface.load(folder, "float32", weightless=weightless)
+    expected = f"{folder}: expected weights for every parameter, got {said}"
+    assert re.fullmatch(expected, str(error.value))

@@ -18,6 +18,7 @@ from kvgraph.contract.manifest import MANIFEST_NAME
 from kvgraph.errors import ModelError, UnsupportedError
 
 CONFIG, ADAPTER = "config.json", "adapter_config.json"
+MERGE = "(peft: merge_and_unload, then save_pretrained) and compile that folder"
 MODELOPT_CONFIG = "hf_quant_config.json"
 """File in which older exports of modelopt describe the quantisation, which config.json leaves out.
 """
@@ -34,6 +35,14 @@ QUANTIZED = (
     "mxfp4",
 )
 """Quantisation methods whose checkpoints can be read (compiler/quantized)."""
+
+AUTO_ROUND = {"auto_round:auto_awq": "awq", "auto_round:auto_gptq": "gptq"}
+"""`packing_format` of auto-round's own checkpoints -> the method with the same layout."""
+
+PLAIN_BITS = 16
+"""Bits that auto-round states for a layer that stays as it is."""
+
+ORIGIN = "compile the one that it was made from, with --weights int4 or int8"
 
 BLOCK = re.compile(r"(\d{1,9})x(\d{1,9})")
 """A block's height and width as text, such as "64x48"."""
@@ -60,7 +69,13 @@ def read_config(folder: Path) -> Config:
     path = folder / CONFIG
     if not folder.is_dir():
         raise ModelError(f"{folder}: expected a model folder, got {_instead_of_a_folder(folder)}")
-    if not path.is_file() or (folder / ADAPTER).is_file():
+    if path.is_file() and (folder / ADAPTER).is_file():
+        raise ModelError(
+            f"{folder}: expected a model folder, got a model and a LoRA adapter in one; if the "
+            f"model is the merged one, move {ADAPTER} and the adapter's weights away, else merge "
+            f"the adapter into its base model {MERGE}"
+        )
+    if not path.is_file():
         raise ModelError(f"{folder}: expected {CONFIG} in a model folder, got {_instead(folder)}")
     require_fetched([path])
     config = read_json(path)
@@ -139,10 +154,7 @@ def _instead(folder: Path) -> str:
     A LoRA adapter is named here, because transformers would try to load its base model.
     """
     if (folder / ADAPTER).is_file():
-        return (
-            "a LoRA adapter; merge it into its base model (peft: merge_and_unload, then "
-            "save_pretrained) and compile that folder"
-        )
+        return f"a LoRA adapter; merge it into its base model {MERGE}"
     if (folder / MANIFEST_NAME).is_file():
         return f"a compiled artifact; kvgraph inspect {folder} shows it"
     packed = sorted(folder.glob("*.gguf"))
@@ -184,18 +196,42 @@ def quantization(config: Config) -> Mapping[str, Any] | None:
     given = given or config.get("compression_config")  # early compressed-tensors
     if not given:
         return None
-    return given if isinstance(given, dict) else {"quant_method": given}
+    return _unified(given) if isinstance(given, dict) else {"quant_method": given}
+
+
+def _unified(given: Config) -> Config:
+    """Rewrite an auto-round configuration for the method that has its layout; not with rotations."""
+    layout = AUTO_ROUND.get(str(given.get("packing_format")))
+    if given.get("quant_method") != "auto-round" or layout is None or given.get("rotation_config"):
+        return given
+    others = given.get("extra_config")
+    dynamic: dict[str, object] = {}
+    for name, rule in others.items() if isinstance(others, dict) else ():
+        is_plain = isinstance(rule, dict) and rule.get("bits") == PLAIN_BITS
+        dynamic |= {f"-:{name}": {}} if is_plain else {f"+:{name}": rule}
+    return {**given, "quant_method": layout, "dynamic": dynamic}
 
 
 def _require_known_weights(path: Path, config: Config) -> None:
     given = quantization(config)
+    method = None if given is None else given.get("quant_method")
+    if method is None and isinstance(config.get("quantization"), dict):
+        raise UnsupportedError(
+            f"{path}: quantization: expected none, got a checkpoint of MLX (mlx-lm); {ORIGIN}"
+        )
     if given is None:
         return
-    if given.get("quant_method") not in QUANTIZED:
+    if method == "auto-round":
+        rotated = " with one" if given.get("rotation_config") else ""
         raise UnsupportedError(
-            f"{path}: quantization_config: expected one of {list(QUANTIZED)}, got a checkpoint "
-            f"quantised by {given.get('quant_method')!r}; compile the one that it was made from, "
-            "with --weights int4 or int8"
+            f"{path}: quantization_config: expected a packing_format of {list(AUTO_ROUND)} without "
+            f"a rotation_config, got {given.get('packing_format')!r}{rotated}; export it with "
+            f'format="auto_gptq", or {ORIGIN}'
+        )
+    if method not in QUANTIZED:
+        said = "no quant_method" if method is None else f"a checkpoint quantised by {method!r}"
+        raise UnsupportedError(
+            f"{path}: quantization_config: expected one of {list(QUANTIZED)}, got {said}; {ORIGIN}"
         )
     for name, (fits, expected) in FIELDS.items():
         _require(path, name, given.get(name), fits, expected)
@@ -248,6 +284,7 @@ def _is_group(group: object) -> bool:
 FIELDS: Mapping[str, tuple[Callable[[object], bool], str]] = {
     "config_groups": (_are_groups, "objects or lists by name"),
     "dynamic": (lambda value: isinstance(value, dict), "an object"),
+    "extra_config": (lambda value: isinstance(value, dict), "an object"),
     "sparsity_config": (lambda value: isinstance(value, dict), "an object"),
     "transform_config": (lambda value: isinstance(value, dict), "an object"),
     "weight_block_size": (_is_block, "two sizes"),

@@ -160,7 +160,7 @@ def _load(
         loaded=located.why,
         is_quantized=quantization(config) is not None,
         notes=(
-            *tokenizer_notes(folder, files),
+            *tokenizer_notes(folder, files, text.vocab_size),
             *generation_notes(folder),
             *notes_of(located.left),
             *_notes_of(layers, text, located.form),

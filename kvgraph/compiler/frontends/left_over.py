@@ -5,9 +5,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+from kvgraph.compiler.frontends.folder import MERGE
 from kvgraph.compiler.values import Values
+from kvgraph.errors import ModelError
 from kvgraph.plural import plural
 
 if TYPE_CHECKING:
@@ -52,6 +55,22 @@ def notes_of(left: Sequence[str]) -> tuple[str, ...]:
         return ()
     count = f"{len(left)} {plural('tensor', len(left))}"
     return (f"weights: no place in the model for {count} of the checkpoint, such as {left[0]}",)
+
+
+def incomplete(folder: Path, problem: str, first: str, left: Sequence[str]) -> ModelError:
+    """The sentence for parameters without weights. `left`: tensors of the checkpoint without use."""
+    named = next((name for name in left if name.endswith(f".{first}")), None)
+    adapter = next((name for name in left if ".lora_" in name), None)
+    step = ""
+    if adapter is not None:
+        step = f"; merge the LoRA adapter, such as {adapter}, into its base model {MERGE}"
+    elif named is not None:
+        step = f"; strip {named.removesuffix(first)!r} from the names of tensors, as in {named}"
+    elif left:
+        step = f"; the first tensor without a place is {left[0]}"
+    return ModelError(
+        f"{folder}: expected weights for every parameter, got {problem} such as {first}{step}"
+    )
 
 
 def _is_zero(name: str, values: Values | None) -> bool:

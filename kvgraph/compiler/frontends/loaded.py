@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from kvgraph.compiler.frontends.left_over import incomplete
 from kvgraph.compiler.frontends.refusals import first_line
 from kvgraph.compiler.quiet import quiet_warnings
 from kvgraph.compiler.shards import INDEX, INDEXES, PICKLED, WHOLE
@@ -52,13 +53,19 @@ def load_weights(
         let_pass(error)
         why = _of_pickles(folder, error) or first_line(error)
         raise ModelError(f"{folder}: cannot read the weights: {why}") from error
+    left = sorted(info.get("unexpected_keys") or ())
     for problem in ("missing_keys", "mismatched_keys", "error_msgs"):
         if info.get(problem):
-            first = sorted(map(str, info[problem]))[0]
-            raise ModelError(
-                f"{folder}: expected weights for every parameter, got {problem} such as {first}"
-            )
-    return model, sorted(info.get("unexpected_keys") or ())
+            raise incomplete(folder, problem, min(map(_said, info[problem])), left)
+    return model, left
+
+
+def _said(problem: str | tuple[str, torch.Size, torch.Size]) -> str:
+    """The problem of one entry: a name, a sentence, or a name with its shape and the expected one."""
+    if isinstance(problem, str):
+        return problem
+    name, found, wanted = problem
+    return f"{name} {list(found)} for {list(wanted)}"
 
 
 def _of_pickles(folder: Path, error: Exception) -> str:

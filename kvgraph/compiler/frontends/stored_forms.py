@@ -141,8 +141,10 @@ def _form(given: Config, packing: str) -> Form:
         return PLAIN
     rounded = 4 if bits <= 4 and packing not in UNPACKED else 8
     has_order = given.get("desc_act") or str(given.get("actorder")).lower() in BY_INPUT
-    if not isinstance(group, int) or group % GROUP or group <= 0 or has_order:
+    if not isinstance(group, int) or group <= 0:
         return Form(rounded)
+    if group % GROUP or has_order:
+        return Form(8)
     symmetric = given.get("symmetric", given.get("sym", not given.get("zero_point", True)))
     if rounded == 8:
         return Form(8, group, INT8) if symmetric else Form(8)

@@ -81,10 +81,19 @@ def text_files(folder: Path, vocab_size: int) -> Files:
     return found
 
 
-def tokenizer_notes(folder: Path, files: Files) -> tuple[str, ...]:
-    """A note for the manifest if none of `files` is a tokenizer; else empty."""
+def tokenizer_notes(folder: Path, files: Files, vocab_size: int) -> tuple[str, ...]:
+    """A note for the manifest if none of `files` is a tokenizer, or if some of the tokenizer's ids
+    are not below `vocab_size`; else empty."""
     if TOKENIZER in files:
-        return ()
+        vocabulary = read_tokenizer(folder / TOKENIZER, ModelError).get_vocab()
+        beyond = {place: token for token, place in vocabulary.items() if place >= vocab_size}
+        if not beyond:
+            return ()
+        first = min(beyond)
+        return (
+            f"tokenizer: the model's table of {vocab_size} rows has none for {len(beyond)} of its "
+            f"tokens, such as {beyond[first]!r:.40} (id {first}); a prompt with one is refused",
+        )
     other = next((name for name in OTHER_TOKENIZERS if (folder / name).is_file()), None)
     if other is None:
         return (f"tokenizer: the artifact takes token ids alone: there is no {TOKENIZER}",)

@@ -20,13 +20,12 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from kvgraph.compiler.checkpoint import Checkpoint
 from kvgraph.compiler.frontends.conversion import language_part, of_parameters
 from kvgraph.compiler.frontends.folder import Config, quantization
-from kvgraph.compiler.frontends.left_over import left_over
+from kvgraph.compiler.frontends.left_over import incomplete, left_over
 from kvgraph.compiler.frontends.refusals import first_line
 from kvgraph.compiler.quantized import gguf, weights_of
 from kvgraph.compiler.shards import Stored, stored_tensors
 from kvgraph.compiler.values import Cast, Values
 from kvgraph.contract.dtypes import ACTIVATIONS
-from kvgraph.errors import ModelError
 from kvgraph.handlers import let_pass
 
 if TYPE_CHECKING:
@@ -163,16 +162,17 @@ def locate(
         if kinds:
             return Located(None, f"{names[0]} is stored as {kinds[0]}", form)
     own = [name for name in others if larger is None or name not in read]
+    left = left_over(model, own, named)
     found: dict[str, Values] = {}
     for names, shape in wanted:
         name = next((n for n in names if n in values), names[0])
         if name not in values:
-            raise _incomplete(folder, "missing_keys", name)
+            raise incomplete(folder, "missing_keys", name, left)
         if values[name].shape != shape:
             both = f"{name} {list(values[name].shape)} for {list(shape)}"
-            raise _incomplete(folder, "mismatched_keys", both)
+            raise incomplete(folder, "mismatched_keys", both, left)
         found |= dict.fromkeys(names, values[name])
-    return Located(Checkpoint(found), "", form, left=left_over(model, own, named))
+    return Located(Checkpoint(found), "", form, left=left)
 
 
 def _are_equal(a: Values, b: Values) -> bool:
@@ -193,9 +193,3 @@ def _wanted(model: nn.Module) -> list[tuple[list[str], tuple[int, ...]]]:
     for name, tensor in state.items():
         names.setdefault(id(tensor), []).append(name)
     return [(tied, tuple(state[tied[0]].shape)) for tied in names.values()]
-
-
-def _incomplete(folder: Path, problem: str, first: str) -> ModelError:
-    return ModelError(
-        f"{folder}: expected weights for every parameter, got {problem} such as {first}"
-    )

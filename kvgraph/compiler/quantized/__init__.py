@@ -20,7 +20,7 @@ from kvgraph.compiler.quantized import (
     modelopt,
     mxfp4,
 )
-from kvgraph.compiler.quantized.parts import INSTEAD, Parts
+from kvgraph.compiler.quantized.parts import INSTEAD, LEFT, Parts
 from kvgraph.compiler.shards import Stored
 from kvgraph.compiler.values import TORCH_DTYPES, Plain, Values
 from kvgraph.errors import UnsupportedError
@@ -64,6 +64,7 @@ def weights_of(
     method = str(given["quant_method"])
     unread = {name: each.dtype for name, each in stored.items() if name not in readable}
     parts = Parts(folder, method, readable, unread)
+    parts.taken.update(name for name in readable if name.endswith(LEFT))
     found = METHODS[method](parts, given)
     x_bits = activations.bits(given)
     for each in found.values():

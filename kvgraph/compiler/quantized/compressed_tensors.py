@@ -23,7 +23,7 @@ import torch
 from kvgraph.compiler.frontends.folder import Config, block_of
 from kvgraph.compiler.quantized.floats import FLOAT8, FourBits, scaled
 from kvgraph.compiler.quantized.integers import Integers
-from kvgraph.compiler.quantized.parts import LEFT, Parts, read_finite, unpack
+from kvgraph.compiler.quantized.parts import Parts, read_finite, unpack
 from kvgraph.compiler.values import Plain, Rows, Values
 from kvgraph.errors import ModelError
 
@@ -44,7 +44,6 @@ def weights(parts: Parts, config: Config) -> dict[str, Values]:
     for form in _formats(config):
         if form in UNREAD:
             raise parts.refuse("format", "FP4, FP8 or integers", repr(form))
-    parts.taken.update(name for name in parts.stored if name.endswith(LEFT))
     sizes = _sizes(config)
     found: dict[str, Values] = {}
     for stem in parts.stems(".weight_packed"):

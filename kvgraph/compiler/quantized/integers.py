@@ -28,8 +28,9 @@ class Integers(Values):
         self, where: str, shape: Sequence[int], bits: int, groups: int, index: Plain | None = None
     ) -> None:
         self.where, self.shape = where, tuple(shape)
-        self.bits = NIBBLE_BITS if bits <= NIBBLE_BITS else 8
         self._groups, self._index = groups, index
+        is_small = bits <= NIBBLE_BITS and self._has_groups_of_kernels
+        self.bits = NIBBLE_BITS if is_small else 8  # four would round other groups again
 
     @abstractmethod
     def open_numbers(self) -> Rows:
@@ -56,13 +57,22 @@ class Integers(Values):
         return rows
 
     @cached_property
+    def _is_in_order(self) -> bool:
+        inputs = self.shape[1]
+        in_order = group_of_inputs(None, inputs, self._groups)
+        return torch.equal(group_of_inputs(self._index, inputs, self._groups), in_order)
+
+    @property
+    def _has_groups_of_kernels(self) -> bool:
+        each = self.shape[1] // max(1, self._groups)
+        is_even = each % GROUP == 0 and each * self._groups == self.shape[1]
+        return is_even and self._is_in_order
+
+    @cached_property
     def form(self) -> Form | None:
         """The stored form; None unless groups are in order and kernels have their size. With 8 bits
         there must be no offsets."""
-        inputs = self.shape[1]
-        each = inputs // max(1, self._groups)
-        in_order = group_of_inputs(None, inputs, self._groups)
-        if not torch.equal(group_of_inputs(self._index, inputs, self._groups), in_order):
+        if not self._is_in_order:
             return None
         offsets = self.offsets()
         has_offsets = offsets is not None and bool(offsets.any())
@@ -70,8 +80,9 @@ class Integers(Values):
             return None
         if self.bits == 8 and self._groups == 1:
             return Form(8)
-        if each % GROUP or each * self._groups != inputs:
+        if not self._has_groups_of_kernels:
             return None
+        each = self.shape[1] // self._groups
         return Form(self.bits, each, INT8 if self.bits == 8 else INTEGERS, has_offsets)
 
     def open_coded(self) -> CodedRows:

@@ -18,7 +18,7 @@ import torch
 
 from kvgraph.compiler.frontends.folder import Config
 from kvgraph.compiler.quantized.floats import FLOAT8, FourBits, scaled
-from kvgraph.compiler.quantized.parts import LEFT, Parts
+from kvgraph.compiler.quantized.parts import Parts
 from kvgraph.compiler.values import Values
 from kvgraph.ops.packed import MXFP4_GROUP, NVFP4_GROUP
 
@@ -35,7 +35,6 @@ def weights(parts: Parts, config: Config) -> dict[str, Values]:
     for end, what in REFUSED.items():
         for stem in parts.stems(end):
             raise parts.refuse(f"{stem}{end}", "none", what)
-    parts.taken.update(name for name in parts.stored if name.endswith(LEFT))
     return {f"{stem}.weight": _weight(parts, stem) for stem in parts.stems(".weight_scale")}
 
 

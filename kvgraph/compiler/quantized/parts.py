@@ -15,16 +15,13 @@ from kvgraph.errors import ModelError, UnsupportedError
 EXPONENT_BIAS = 127
 """Bias of a scale that is an exponent only (E8M0); the largest byte is a NaN."""
 
-LEFT = tuple(
-    f".{name}"
-    for name in (
-        "input_scale",
-        "input_zero_point",
-        "input_global_scale",
-        "k_scale",
-        "v_scale",
-        "q_scale",
-    )
+LEFT = (
+    ".activation_scale",
+    *(
+        f".{of}_{what}"
+        for of in ("input", "output", "q", "k", "v")
+        for what in ("scale", "zero_point", "global_scale")
+    ),
 )
 """Ends of names of tensors that are ignored: scales of activations, which are computed at run time,
 and of a cache, which has its own dtype."""
