@@ -1,4 +1,4 @@
-"""Reports the progress of long tasks to this context's listener, if there is one.
+"""Reports the progress of long tasks to this context's listener; without one it costs nothing.
 
     with task("hashing", total, "bytes") as advance:
         advance(len(piece))         # from any thread

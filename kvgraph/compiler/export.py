@@ -309,8 +309,8 @@ class _NoGradNodes(TorchFunctionMode):
 
 @contextlib.contextmanager
 def _positional(module: nn.Module, returned: list[int]) -> Iterator[None]:
-    """Let `module` take the signature's inputs by position, and return `(logits, *returned)` of
-    them.
+    """Let `module` take the signature's inputs by position, and return the logits, followed by
+    some of these inputs.
 
     `returned`: indices of inputs to return after the logits. Floating logits become float32.
     A hook that runs after the module's own hooks packs the result, so they see what its forward

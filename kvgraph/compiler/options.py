@@ -210,7 +210,7 @@ def computes_in_float32(support: Support, target: Target, weights: str | None) -
 def default_weights(
     stored_dtype: str, support: Support, kind: str = "cpu", *, is_quantized: bool = False
 ) -> str | None:
-    """The default for `weights`; None: the activations' dtype. On a CPU activations are float32."""
+    """Default `weights`; None: the activations' dtype. On a CPU, for float32 activations only."""
     packs = "weight_bits" in support.options
     if packs and is_quantized:
         return "stored"

@@ -41,7 +41,7 @@ class Layout:
 
 def require_layout(where: str, layout: Mapping[str, object]) -> KVCacheParamInterface:
     """Parameters of the cache or tree of caches with this layout. Raises ValueError (ParamsError is
-    one) for any other layout; the message begins with `where`."""
+    one) for any other layout. `where` begins the messages about fields of wrong names or types."""
     from kvgraph.contract.trees import params_from_layout  # only readers of a manifest need it
 
     _require_types(where, layout)

@@ -71,10 +71,10 @@ def most_characters(tokenizer: Tokenizer) -> int | None:
 
 
 def byte_pieces(tokenizer: Tokenizer | None) -> Callable[[int], bytes | None]:
-    """Return a function from a token to its bytes, None for a token that holds whole characters.
+    """Return a function from a token to its bytes, None for a token of which they are not known.
 
-    Two kinds of vocabulary have tokens that may be a part of a character: letters for bytes
-    (GPT-2's byte-level BPE), and `<0xE2>` (SentencePiece's byte fallback).
+    Two kinds of vocabulary spell bytes: letters for bytes (GPT-2's byte-level BPE: bytes of all but
+    special tokens), and `<0xE2>` (SentencePiece's byte fallback: bytes of such tokens only).
     """
     if tokenizer is None:
         return lambda token: None

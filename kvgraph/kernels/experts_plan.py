@@ -85,7 +85,7 @@ class ExpertsShape:
         )
 
     def check(self) -> None:
-        """Raise UnsupportedError for a value that no compiled kernel supports."""
+        """Raise UnsupportedError, with the supported values, for one that no kernel supports."""
         if self.experts > MOST_EXPERTS:
             raise UnsupportedError(
                 f"experts: expected at most {MOST_EXPERTS} in a layer on cuda, got {self.experts}"

@@ -113,7 +113,7 @@ class CacheShape:
         return self.pool_dtype if self.pool_dtype in QUANTIZED else None
 
     def check(self) -> None:
-        """Raise UnsupportedError for a value that no compiled kernel supports."""
+        """Raise UnsupportedError, with the supported values, for one that no kernel supports."""
         _expect("dtype", self.dtype, ACTIVATIONS)
         _expect("pool dtype", self.pool_dtype, POOLS)
         if self.head_dim not in HEAD_DIMS:
@@ -193,7 +193,7 @@ class AttentionShape:
         return self.heads // self.cache.kv_heads
 
     def check(self) -> None:
-        """Raise UnsupportedError for a value that no compiled kernel supports."""
+        """Raise UnsupportedError, with the supported values, for one that no kernel supports."""
         self.cache.check()
         is_wide = self.cache.head_dim > WIDE_HEAD
         most = WIDE_GROUP if is_wide else MAX_GROUP

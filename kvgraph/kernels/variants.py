@@ -22,9 +22,9 @@ ALIGNMENT = 16
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """A run-time argument of a kernel. `type`: "*T" (pointer to the activations' dtype), "*P"
-    (pointer to the dtype of the pool or the weight), "*fp32" or "*i32" (pointers), or "i32" (a
-    value)."""
+    """A run-time argument of a kernel; arguments are in ABI order. `type`: "*T" (pointer to the
+    activations' dtype), "*P" (pointer to the dtype of the pool or the weight), "*fp32" or "*i32"
+    (pointers), or "i32" (a value)."""
 
     name: str
     type: str

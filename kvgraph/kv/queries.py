@@ -176,7 +176,7 @@ class PagedQueries(KVCacheManager):
         return [page_key(digest, own.leaf, own.shards) for own in pools for digest in digests]
 
     def has_settled(self, keys: Sequence[bytes]) -> bool:
-        """Whether no page of these `tier_keys` is still being copied or written to a tier.
+        """Whether no page of these `tier_keys` is queued for a tier, or being copied or written.
 
         Any thread may call it.
         """

@@ -197,7 +197,7 @@ def gone(rank: int) -> RankError:
 
 
 def is_readable(descriptor: int) -> bool:
-    """Whether a descriptor can be read now: it has a message, or its other end was closed."""
+    """Whether a descriptor can be read now: a message came, or its connection or process ended."""
     ready = select.poll()
     ready.register(descriptor, select.POLLIN)
     return bool(ready.poll(0))

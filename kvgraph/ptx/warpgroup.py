@@ -155,7 +155,7 @@ def _matrix(
     Bits 0-13 of a descriptor are its start, 16-29 the leading and 32-45 the stride offset, in units
     of 16 bytes, 49-51 the base offset, 62-63 the swizzle. K-major: 8 rows are a swizzle atom;
     atoms are `stride` apart. Otherwise an atom is 8 of K; atoms are `stride` apart along K and
-    `leading` apart along rows.
+    `leading` apart along rows with a swizzle, and the reverse without one.
     """
     given = np.broadcast_to(descriptor, state.shape)
     own = given[first, 0].astype(np.uint64)

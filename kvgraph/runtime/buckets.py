@@ -70,7 +70,7 @@ class DecodeBuckets:
             self._kv.alloc_dummy(dummy.request_id)
 
     def pad(self, batch: Batch) -> PaddedBatch | None:
-        """The batch, padded to the next size; None if a row has a chunk of several tokens."""
+        """The batch padded to the next size; None unless each row has one token and is sampled."""
         rows = len(batch.rows)
         if not len(batch.sampled) == rows == len(batch.inputs.tokens):
             return None

@@ -233,7 +233,7 @@ class Engine(Chats, Uncopied):
         return batch
 
     def _run(self, batch: Batch) -> Logits:
-        """Logits of the batch's rows; of padding rows too, if a decode step runs padded."""
+        """Logits of the batch's rows, then of padding rows if a decode step runs padded."""
         padded = self._buckets.pad(batch) if self._buckets else None
         bounds = None if padded is None else padded.bounds
         step = padded or batch

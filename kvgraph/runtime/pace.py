@@ -38,7 +38,7 @@ class Pace(Protocol):
 
     def prompt_tokens(self, rows: int, waiting: int) -> int | None:
         """Most prompt tokens of a step with `rows` decode rows. `waiting`: prompts that wait or are
-        partly processed. None: no bound, as if no row decodes."""
+        partly processed. None: no bound, such as when no row decodes."""
 
 
 @dataclass(frozen=True, slots=True)

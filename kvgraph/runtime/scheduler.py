@@ -97,8 +97,8 @@ class Batch:
     """One step: its rows, its graph inputs, and the rows whose last token gets logits.
 
     `requests`: contexts per replica, as the cache manager takes them. `scored`: rows and prompt
-    positions that get logits too, after those of `sampled`. `pace`: learns the time of the step,
-    which `began` then (`perf_counter`).
+    positions that get logits too, after those of `sampled`. `began`: start of the step, by
+    `perf_counter`; `pace` learns the time since then.
     """
 
     rows: list[Request]

@@ -77,7 +77,7 @@ KINDS = {
 
 
 def brief(value: object) -> str:
-    """The first 100 characters of a refused value's repr."""
+    """The first 100 characters of a refused value's repr; its type if it nests too deeply."""
     try:
         return repr(value)[:100]
     except RecursionError:

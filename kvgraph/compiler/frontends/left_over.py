@@ -58,7 +58,7 @@ def notes_of(left: Sequence[str]) -> tuple[str, ...]:
 
 
 def incomplete(folder: Path, problem: str, first: str, left: Sequence[str]) -> ModelError:
-    """The sentence for parameters without weights. `left`: tensors of the checkpoint without use."""
+    """The error for parameters without weights. `left`: tensors of the checkpoint without use."""
     named = next((name for name in left if name.endswith(f".{first}")), None)
     adapter = next((name for name in left if ".lora_" in name), None)
     step = ""

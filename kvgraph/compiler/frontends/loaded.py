@@ -61,7 +61,7 @@ def load_weights(
 
 
 def _said(problem: str | tuple[str, torch.Size, torch.Size]) -> str:
-    """The problem of one entry: a name, a sentence, or a name with its shape and the expected one."""
+    """The problem of one entry: a name, a sentence, or a name with both shapes."""
     if isinstance(problem, str):
         return problem
     name, found, wanted = problem

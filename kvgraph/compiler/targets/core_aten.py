@@ -73,7 +73,7 @@ def _decomposed() -> Set[OpOverload]:
 
 
 def _rewrite(program: ExportedProgram, decomposed: Set[OpOverload]) -> bool:
-    """Rewrite operators of REWRITES and ELSEWHERE. Return whether nothing is left to decompose."""
+    """Rewrite what can be, and set missing values. Return whether no decomposition is left."""
     calls = [node for node in program.graph.nodes if node.op == "call_function"]
     is_done, is_plain = True, writes_are_plain(calls)
     given = set(program.graph_signature.user_inputs)

@@ -200,7 +200,7 @@ class TierBridge:
     # -- offloads
 
     def offload(self, replica_idx: int, committed: Sequence[Committed]) -> None:
-        """Queue copies of the pages that a step committed, and pin these pages."""
+        """Queue copies of the pages that a step committed, and pin the pages that were queued."""
         if committed:
             moves = [self._move(replica_idx, *page) for page in committed]
             for move in self.connector.offload(moves):

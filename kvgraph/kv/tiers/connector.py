@@ -91,7 +91,7 @@ class Connector(Protocol):
         """
 
     def has_settled(self, keys: Collection[bytes]) -> bool:
-        """Whether no page of these keys is still being copied or written to a tier."""
+        """Whether no page of these keys is queued for a tier, or being copied or written to one."""
 
     def touch(self, keys: Sequence[bytes]) -> None:
         """Mark pages as used; the last key becomes the most recently used one."""

@@ -214,9 +214,9 @@ def open_session(
 
     `weights`: the folder of the model's external data; None: the model's folder.
 
-    ONNX Runtime falls back to the CPU without an error. MissingDependencyError: the installed build
-    lacks the provider. DeviceError: the provider cannot be loaded here (no GPU, driver or library).
-    ArtifactError: ONNX Runtime rejects the model, which may be newer than it supports.
+    ONNX Runtime itself would fall back to the CPU without an error. MissingDependencyError: the
+    installed build lacks the provider. DeviceError: the provider cannot be loaded here (no GPU,
+    driver or library). ArtifactError: ONNX Runtime rejects the model, which may be too new for it.
     """
     require_provider(ort, provider)
     require_utf8(model, "onnxruntime")
