@@ -20,6 +20,7 @@ import typer
 import kvgraph
 from kvgraph import cli
 from kvgraph.compiler.passes.lists import PASSES, TRACE
+from kvgraph.ops.native import library_path
 from tests.support.artifacts import Compiled
 
 ROOT = Path(__file__).parents[1]
@@ -84,6 +85,19 @@ def test_python_of_a_page_runs(
         (tmp_path / "model.kvg").symlink_to(compiled("tiny-llama"))
     monkeypatch.chdir(tmp_path)
     exec(compile(code, name_of(path), "exec"), {"__name__": "page"})
+
+
+def test_the_host_of_a_page_binds_what_a_graph_has(compiled: Compiled) -> None:
+    ort = pytest.importorskip("onnxruntime")
+    options = ort.SessionOptions()
+    library = str(library_path("onnxruntime"))
+    options.register_custom_ops_library(library)
+    graph = ort.InferenceSession(str(compiled("tiny-llama") / "model.onnx"), options)
+    (code,) = blocks(ROOT / "docs/guides/own-host.md", "cpp")
+    for kind, nodes in (("inputs", graph.get_inputs()), ("outputs", graph.get_outputs())):
+        (listed,) = re.findall(rf"const {kind}\[\] = {{(.*?)}};", code, re.DOTALL)
+        assert re.findall(r'"(\w+)"', listed) == [node.name for node in nodes]
+    assert f'"{Path(library).name}"' in code
 
 
 @pytest.mark.parametrize("path", PAGES, ids=name_of)

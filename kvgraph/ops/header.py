@@ -11,12 +11,17 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from kvgraph.contract.dtypes import ALL, DTYPES
+from kvgraph.ops import packed
 from kvgraph.ops.launch_names import ROLES, SCRATCH, VALUES
 from kvgraph.ops.spec import OPSET_DOMAIN, OPSET_VERSION, Operand, OpSpec
 from kvgraph.ops.specs import ALL_SPECS, SPECS
 
 ABI_VERSION = 4
 """ABI version of the ops' C entry points; raised when kvg_call or the operands of an op change."""
+
+CODES = ("INTEGERS", "E2M1", "E4M3", "INT8", "NVFP4")
+ACTIVATIONS = ("SILU", "GELU", "GELU_TANH")
+"""Values of attributes, by their names in packed.py."""
 
 DTYPE_CODES = {dtype.name: dtype.code for dtype in ALL if dtype.code}
 
@@ -63,7 +68,7 @@ def header() -> str:
         dict.fromkeys(_symbol(d) for op in ALL_SPECS for o in _operands(op) for d in o.dims)
     )
     symbols = [d for d in dims if d]
-    lines = [PREAMBLE, *_constants(symbols), *_launches(), STRUCTS]
+    lines = [PREAMBLE, *_constants(symbols), *_values(), *_launches(), STRUCTS]
     for op in ALL_SPECS:
         lines += _op_tables(op, symbols)
     names = [f"&KVG_OP_{op.name.upper()}" for op in ALL_SPECS]
@@ -100,12 +105,22 @@ def _dtype_tables() -> Iterator[str]:
     dtypes = [DTYPES[name] for name in DTYPE_CODES]
     onnx = ", ".join(str(dtype.onnx) for dtype in dtypes)
     largest = ", ".join(f"{dtype.largest:g}" for dtype in dtypes)
-    yield "// By kvg_dtype: onnx.TensorProto.DataType; the largest magnitude of a quantised pool.\n"
+    sizes = ", ".join(str(dtype.itemsize) for dtype in dtypes)
+    yield "// By kvg_dtype: bytes; onnx.TensorProto.DataType; the largest of a quantised pool.\n"
+    yield f"static const int32_t KVG_DTYPE_BYTES[] = {{0, {sizes}}};\n"
     yield f"static const int32_t KVG_DTYPE_ONNX[] = {{0, {onnx}}};\n"
     yield f"static const float KVG_DTYPE_LARGEST[] = {{0, {largest}}};\n"
     tensorrt = ", ".join(f"scope k{dtype.tensorrt}" for dtype in dtypes)
     yield "// TensorRT's DataType of each from kvg_dtype 1 on.\n"
     yield f"#define KVG_DTYPE_TENSORRT(scope) {tensorrt}\n"
+
+
+def _values() -> Iterator[str]:
+    yield "// Attribute `codes` of linear and experts: what weights in groups are stored as.\n"
+    yield _enum("KVG_CODES", (f"{name} = {getattr(packed, name)}" for name in CODES))
+    yield "// Attribute `activation` of experts.\n"
+    yield _enum("KVG_ACTIVATION", (f"{name} = {getattr(packed, name)}" for name in ACTIVATIONS))
+    yield "\n"
 
 
 def _launches() -> Iterator[str]:

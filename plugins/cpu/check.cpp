@@ -19,8 +19,13 @@ void refuse(const char* format, ...) {
   throw Refusal(sentence);
 }
 
-void require_data(const char* op, const char* field, const void* pointer, size_t count) {
-  if (!pointer && count) refuse("%s: %s: expected data, got a null pointer", op, field);
+void require_data(const char* op, const char* field, const void* pointer, size_t count,
+                  size_t alignment) {
+  if (!count) return;
+  if (!pointer) refuse("%s: %s: expected data, got a null pointer", op, field);
+  if (reinterpret_cast<uintptr_t>(pointer) % alignment)
+    refuse("%s: %s: expected an address that is a multiple of %zu, got %p", op, field, alignment,
+           pointer);
 }
 
 namespace {
@@ -55,6 +60,9 @@ void say(const char* sentence, char* message, size_t message_size) {
 namespace {
 
 using ll = long long;
+
+// Up to these, sizes and strides made of extents fit 64 bits.
+constexpr int64_t kMostExtent = int64_t{1} << 40, kMostElements = int64_t{1} << 48;
 
 const char* dtype_name(int32_t code) {
   constexpr int32_t known = sizeof KVG_DTYPE_NAMES / sizeof *KVG_DTYPE_NAMES;
@@ -117,12 +125,20 @@ struct Walk {
     if (given.rank != spec.rank)
       refuse("%s: %s: expected rank %d, got %d", op.name, spec.name, spec.rank, given.rank);
     bool empty = false;
+    int64_t elements = 1;  // of what has no extent 0
     for (int axis = 0; axis < spec.rank; ++axis) {
+      const int64_t before = elements, extent = given.shape[axis];
       dim(index, axis);
-      empty |= given.shape[axis] == 0;
+      empty |= extent == 0;
+      const bool overflows = extent && __builtin_mul_overflow(before, extent, &elements);
+      if (overflows || extent > kMostExtent || elements > kMostElements)
+        refuse("%s: %s: dim %s: expected at most %lld, got %lld", op.name, spec.name,
+               dim_name(spec.dims[axis]).c_str(), ll{std::min(kMostExtent, kMostElements / before)},
+               ll{extent});
     }
     if (spec.alias >= 0) return alias(index);
-    require_data(op.name, spec.name, given.data, empty ? 0 : 1);
+    require_data(op.name, spec.name, given.data, empty ? 0 : 1,
+                 static_cast<size_t>(KVG_DTYPE_BYTES[given.dtype]));
   }
 
   void dtype(int index) {

@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <exception>
+#include <new>
 #include <stdexcept>
 #include <string>
 
@@ -17,8 +18,15 @@ struct Refusal : std::runtime_error {
 
 [[noreturn]] __attribute__((format(printf, 1, 2))) void refuse(const char* format, ...);
 
-// Refuses a null pointer to what has `count` numbers or records, unless that is 0.
-void require_data(const char* op, const char* field, const void* pointer, size_t count);
+// Refuses a null pointer to what has `count` numbers or records, unless that is 0, and an address
+// that is no multiple of `alignment`.
+void require_data(const char* op, const char* field, const void* pointer, size_t count,
+                  size_t alignment);
+
+template <class T>
+void require_data(const char* op, const char* field, const T* pointer, size_t count) {
+  require_data(op, field, pointer, count, alignof(T));
+}
 
 // A call whose operands fit the op's table: each dim has one extent, each type variable one dtype,
 // each given output of an aliased input has its address.
@@ -90,6 +98,10 @@ int32_t entry(char* message, size_t message_size, Body&& body) {
   try {
     body();
     return 0;
+  } catch (const std::bad_alloc&) {
+    say("memory: expected enough for this call, got no more from the system", message,
+        message_size);
+    return 1;
   } catch (const std::exception& error) {
     say(error.what(), message, message_size);
     return 1;

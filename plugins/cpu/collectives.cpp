@@ -30,13 +30,21 @@ void add(const Meeting& meeting, const Dtype& type, size_t at, size_t count, con
   type.from_float(sum, out + at * type.size, count);
 }
 
+int64_t ranks_of(const Operands& in, int attribute) {
+  const int64_t ranks = in.integer(attribute);
+  if (ranks < 1 || ranks > KVG_MOST_RANKS)
+    refuse("%s: ranks: expected 1 to %d, got %lld", in.op.name, KVG_MOST_RANKS,
+           static_cast<long long>(ranks));
+  return ranks;
+}
+
 void reduce(const Operands& in) {
   const Dtype& type = dtype(in.dtype(KVG_ALL_REDUCE_X));
   const char* x = in.data<const char>(KVG_ALL_REDUCE_X);
   const char* residual = in.data<const char>(KVG_ALL_REDUCE_RESIDUAL);
   char* out = in.data<char>(KVG_ALL_REDUCE_OUT);
   size_t left = static_cast<size_t>(in.dims[KVG_DIM_ROWS] * in.dims[KVG_DIM_WIDTH]);
-  Meeting meeting("all_reduce", in.integer(KVG_ALL_REDUCE_ATTR_RANKS));
+  Meeting meeting("all_reduce", ranks_of(in, KVG_ALL_REDUCE_ATTR_RANKS));
   const size_t piece = kPieceBytes / type.size;
   for (size_t count; left; left -= count) {
     count = std::min(left, piece);
@@ -61,7 +69,7 @@ void gather(const Operands& in) {
   char* out = in.data<char>(KVG_ALL_GATHER_OUT);
   const size_t width = static_cast<size_t>(in.dims[KVG_DIM_WIDTH]) * size;  // bytes of a row
   const size_t total = static_cast<size_t>(in.dims[KVG_DIM_ROWS]) * width;
-  Meeting meeting("all_gather", in.integer(KVG_ALL_GATHER_ATTR_RANKS));
+  Meeting meeting("all_gather", ranks_of(in, KVG_ALL_GATHER_ATTR_RANKS));
   const size_t ranks = static_cast<size_t>(meeting.size());
   for (size_t done = 0, bytes; done < total; done += bytes) {
     bytes = std::min(total - done, kPieceBytes);
@@ -90,7 +98,7 @@ extern "C" int32_t kvg_cpu_all_gather(const kvg_call* call, char* message, size_
   using namespace kvg;
   return entry(message, message_size, [&] {
     const Operands in = check(KVG_OP_ALL_GATHER, call);
-    const int64_t expected = in.dims[KVG_DIM_WIDTH] * in.integer(KVG_ALL_GATHER_ATTR_RANKS);
+    const int64_t expected = in.dims[KVG_DIM_WIDTH] * ranks_of(in, KVG_ALL_GATHER_ATTR_RANKS);
     if (in.dims[KVG_DIM_OUT_WIDTH] != expected)
       refuse("all_gather: out_width: expected %lld, the width of x times its ranks, got %lld",
              static_cast<long long>(expected), static_cast<long long>(in.dims[KVG_DIM_OUT_WIDTH]));

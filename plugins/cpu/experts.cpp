@@ -180,7 +180,7 @@ void run_experts(const kvg_call& call, const LinearKernels& run, const Experts& 
   static thread_local Kept kept;
   const int64_t slot = std::max(stride_of(run, op.up), stride_of(run, op.down)) +
                        static_cast<int64_t>(sizeof(float)) * (op.inner + op.width);
-  const int64_t most = std::max<int64_t>(1, kBlockBytes / (slot * op.active));
+  const int64_t most = std::max<int64_t>(1, kBlockBytes / slot / op.active);
   const int64_t blocks = ceildiv(op.rows, most), per_block = ceildiv(op.rows, blocks);
   for (int64_t row = 0; row < op.rows; row += per_block) {
     Experts block = op;

@@ -49,6 +49,11 @@ static_assert(std::atomic<uint64_t>::is_always_lock_free && sizeof(std::atomic<u
 
 thread_local kvg_group* t_group = nullptr;
 
+bool is_whole(const kvg_group* group) {
+  return group && group->memory && group->size >= 1 && group->size <= KVG_MOST_RANKS &&
+         group->rank >= 0 && group->rank < group->size;
+}
+
 Shared& shared(const kvg_group& group) { return *static_cast<Shared*>(group.memory); }
 
 char* place(const kvg_group& group, uint64_t call, int32_t rank) {
@@ -120,6 +125,9 @@ kvg_group& entered(const char* op, int64_t ranks) {
   if (t_group->size != ranks)
     refuse("%s: expected a group of %lld ranks from the graph, got one of %d", op, count,
            t_group->size);
+  if (t_group->rank < 0 || t_group->rank >= ranks)
+    refuse("%s: rank: expected 0 to %lld, got %d", op, count - 1, t_group->rank);
+  require_data(op, "memory", static_cast<const uint64_t*>(t_group->memory), 1);
   return *t_group;
 }
 
@@ -231,15 +239,17 @@ void Meeting::fail(int32_t rank, uint32_t reason) {
 }  // namespace kvg
 
 extern "C" uint64_t kvg_cpu_group_bytes(int32_t size) {
+  if (size < 1 || size > KVG_MOST_RANKS) return 0;
   return sizeof(kvg::Shared) + 2 * static_cast<uint64_t>(size) * kvg::kPieceBytes;
 }
 
 extern "C" void kvg_cpu_enter_group(kvg_group* group) { kvg::t_group = group; }
 
 extern "C" void kvg_cpu_abort_group(kvg_group* group) {
-  kvg::mark_broken(*group, group->rank, KVG_RANK_FAILED);
+  if (kvg::is_whole(group)) kvg::mark_broken(*group, group->rank, KVG_RANK_FAILED);
 }
 
 extern "C" uint32_t kvg_cpu_group_broken(kvg_group* group) {
+  if (!kvg::is_whole(group)) return 0;
   return group->gather ? kvg::heard_of(*group) : kvg::shared(*group).broken.load();
 }

@@ -16,6 +16,8 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "kvgraph/contract.h"
+
 namespace kvg {
 
 constexpr int64_t kColumns = 16, kDepth = 64, kGroup = 32, kLineBytes = 64;
@@ -30,9 +32,11 @@ struct Gate {
   float limit;         // infinity: none
   float up_offset;
 };
-constexpr int64_t kSilu = 0, kGelu = 1, kGeluTanh = 2;  // as ops/packed.py numbers them
-// Codes of groups, as ops/packed.py numbers them, and their bits.
-constexpr int64_t kIntegers = 0, kE2m1 = 1, kE4m3 = 2, kInt8 = 3, kNvfp4 = 4;
+constexpr int64_t kSilu = KVG_ACTIVATION_SILU, kGelu = KVG_ACTIVATION_GELU,
+                  kGeluTanh = KVG_ACTIVATION_GELU_TANH;
+// Codes of groups, and their bits.
+constexpr int64_t kIntegers = KVG_CODES_INTEGERS, kE2m1 = KVG_CODES_E2M1, kE4m3 = KVG_CODES_E4M3,
+                  kInt8 = KVG_CODES_INT8, kNvfp4 = KVG_CODES_NVFP4;
 constexpr int64_t code_bits(int64_t codes) { return codes == kE4m3 || codes == kInt8 ? 8 : 4; }
 // What a group's inputs are a multiple of.
 constexpr int64_t least_group(int64_t codes) { return codes == kNvfp4 ? 16 : kGroup; }

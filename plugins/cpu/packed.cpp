@@ -1,8 +1,6 @@
 #include "cpu/packed.h"
 
 #include <algorithm>
-#include <atomic>
-#include <new>
 #include <vector>
 
 #include "cpu/kernels.h"
@@ -121,18 +119,12 @@ const std::vector<Task>& cut(const kvg_call& call, const Linear* jobs, size_t co
   return tasks;
 }
 
-// False: no memory for scratch.
-bool run_task(const LinearKernels& run, const Linear& job, const Task& task) noexcept {
+void run_task(const LinearKernels& run, const Linear& job, const Task& task) {
   static thread_local std::vector<char> scratch;
   const auto bytes = static_cast<size_t>(run.scratch_bytes(job));
-  try {
-    if (scratch.size() < bytes) scratch.resize(bytes);
-  } catch (const std::bad_alloc&) {
-    return false;
-  }
+  if (scratch.size() < bytes) scratch.resize(bytes);
   for (int64_t pair = task.first; pair < task.last; ++pair)
     run.multiply(job, pair, task.begin, task.end - task.begin, scratch.data());
-  return true;
 }
 
 }  // namespace
@@ -177,11 +169,8 @@ void multiply(const kvg_call& call, const LinearKernels& run, const Linear* jobs
   if (count == 0) return;  // no row has an expert
   static thread_local std::vector<Task> kept;
   const std::vector<Task>& tasks = cut(call, jobs, count, kept);
-  std::atomic<bool> failed{false};  // a task must not throw
-  parallel_for(call, tasks.size(), [&](size_t i) {
-    if (!run_task(run, jobs[tasks[i].job], tasks[i])) failed = true;
-  });
-  if (failed) throw std::bad_alloc();
+  parallel_for(call, tasks.size(),
+               [&](size_t i) { run_task(run, jobs[tasks[i].job], tasks[i]); });
 }
 
 }  // namespace kvg

@@ -43,7 +43,7 @@ void for_rows(const kvg_call& call, int64_t rows, int64_t elements, Body&& body)
 }
 
 // All products of some jobs, which have rows and panels of one size: cut so that threads end at one
-// time, whatever the rows of each job. Throws std::bad_alloc.
+// time, whatever the rows of each job.
 void multiply(const kvg_call& call, const LinearKernels& run, const Linear* jobs, size_t count);
 
 }  // namespace kvg

@@ -16,8 +16,9 @@ namespace {
 constexpr int32_t kInPrompt = 1 << 30;  // of a count: the rest counts the output
 constexpr int64_t kBits = 32;           // of a word of the mask
 
-void check_data(const char* field, const void* pointer, int64_t count, size_t row) {
-  if (pointer || count <= 0) return;
+template <class T>
+void check_data(const char* field, const T* pointer, int64_t count, size_t row) {
+  if (count <= 0) return;
   const std::string where = "row " + std::to_string(row) + ": " + field;
   require_data("sample", where.c_str(), pointer, static_cast<size_t>(count));
 }
@@ -96,6 +97,7 @@ void Editor::copy_allowed(const float* logits, int64_t vocab, const uint32_t* ma
 // Counts again in each step: nothing is kept that an interrupted step would have to take back, and
 // 4,096 tokens take a few microseconds. In float64, rounded once.
 void Editor::punish(const kvg_edits& edits) {
+  seen_.reserve(static_cast<size_t>(edits.num_tokens));  // from here on no memory is asked for
   counts_.resize(std::max(counts_.size(), row_.size()));
   seen_.clear();
   const auto see = [&](int64_t begin, int64_t end, int32_t step) {

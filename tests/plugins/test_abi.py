@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 
 from kvgraph.errors import KernelError
-from kvgraph.ops import PAGED_ATTENTION, native
-from kvgraph.ops.header import ABI_VERSION, header
+from kvgraph.ops import LINEAR, PAGED_ATTENTION, native, packed
+from kvgraph.ops.header import ABI_VERSION, ACTIVATIONS, CODES, header
 from tests.support.conformance import Case, build, check
 
 PLUGINS = Path(__file__).parents[2] / "plugins"
@@ -25,6 +25,21 @@ LONG = Case("update_and_attend", heads=8, rows=((3000, 1), (40, 5), (0, 200)), s
 
 def test_generated_header_is_fresh() -> None:
     assert (PLUGINS / "include/kvgraph/contract.h").read_text() == header()
+
+
+def test_headers_say_how_weights_are_packed() -> None:
+    """Every number of an attribute, and where the codes of a word come from."""
+    for prefix, names, numbers in (
+        ("CODES", CODES, packed.CODE_BITS),
+        ("ACTIVATION", ACTIVATIONS, packed.ACTIVATIONS),
+    ):
+        for name, number in zip(names, numbers, strict=True):
+            assert f"KVG_{prefix}_{name} = {number}" in header()
+            assert getattr(packed, name) == number
+    text = (PLUGINS / "include/kvgraph/abi.h").read_text()
+    for bits, order in packed.IN_LINE.items():
+        word = {4: "nibble", 8: "byte"}[bits]
+        assert f"its {word} {{{', '.join(map(str, order))}}}[i]" in text
 
 
 def raw_call(
@@ -118,6 +133,31 @@ def test_a_row_has_one_result_in_every_batch() -> None:
         alone.inputs[name] = alone.inputs[name][:1]  # type: ignore[index]
     whole, one = (native.run(o.spec, *o.arrays, **o.attributes) for o in (operands, alone))
     assert whole[:1].tobytes() == one.tobytes()
+
+
+@pytest.mark.parametrize("rows", [((3000, 1), (40, 5), (0, 200)), ((0, 7),)])
+def test_attention_may_write_over_its_queries(rows: tuple[tuple[int, int], ...]) -> None:
+    case = Case("paged_attention", heads=8, rows=rows)
+    operands = build(case)
+    q = operands.inputs["q"]
+    assert q is not None
+    given = [None if a is None else (a.ctypes.data, str(a.dtype), a.shape) for a in operands.arrays]
+    expected = native.run(operands.spec, *operands.arrays, **operands.attributes)
+    native.call(operands.spec, [*given, given[0]], operands.attributes)
+    assert q.tobytes() == expected.tobytes()
+
+
+@pytest.mark.parametrize("rows", [1, 40, 500])
+def test_linear_layers_may_write_over_their_inputs(rows: int) -> None:
+    random = np.random.default_rng(0)
+    x = random.standard_normal((rows, 64)).astype(np.float32)
+    weight = random.standard_normal((4, 64, 16)).astype(np.float32)
+    attributes = {"out_features": 64, "bits": 32}
+    expected = native.run(LINEAR, x, weight, **attributes)
+    own = (x.ctypes.data, "float32", x.shape)
+    given = [own, (weight.ctypes.data, "float32", weight.shape), *[None] * 4, own, None, None]
+    native.call(LINEAR, given, attributes)
+    assert x.tobytes() == expected.tobytes()
 
 
 @pytest.mark.usefixtures("threads_restored")

@@ -18,7 +18,13 @@ from kvgraph.kernels.record import archs_of, image_digests
 from kvgraph.ops import launch_native
 from kvgraph.ops.header import ABI_VERSION
 from kvgraph.ops.launch_names import ROLES
-from kvgraph.ops.launch_native import ArchRecord, KernelsHeader, bound_scratch, check_kernels
+from kvgraph.ops.launch_native import (
+    ArchRecord,
+    KernelsHeader,
+    bound_scratch,
+    check_kernels,
+    plan_step,
+)
 from tests.plugins.tensorrt_fields import record_of, shape_of
 
 HEADER = (Path(__file__).parents[2] / "plugins/include/kvgraph/launch.h").read_text()
@@ -167,6 +173,68 @@ def test_an_op_needs_its_own_kernels_only() -> None:
         "field kernels: sm_86: expected a merge kernel for paged_attention, got none"
     )
     assert refusal(RECORD, op="linear") == 'op: expected one of domain kvgraph, got "linear"'
+
+
+def question(**fields: int) -> launch_native.StepPlan:
+    """A plan of 4 rows, with `fields` of its own or of its structures."""
+    shape = shape_of()
+    plan = launch_native.StepPlan(
+        op=b"update_and_attend",
+        constants=launch.constants(shape),
+        tiling=launch.tiling(shape, "sm_86"),
+        sizes=launch_native.StepSizes(4, 4, 1, 4096, 256, 0),
+        stores=1,
+        attends=1,
+    )
+    for name, value in fields.items():
+        owners = (plan, plan.constants, plan.tiling, plan.sizes)
+        owner = next(owner for owner in owners if name in dict(owner._fields_))
+        setattr(owner, name, value)
+    return plan
+
+
+@pytest.mark.parametrize("ask", [plan_step, bound_scratch])
+@pytest.mark.parametrize(
+    ("fields", "sentence"),
+    [
+        ({"batch_size": 2**62 + 1}, f"batch_size: expected at most {2**30}, got {2**62 + 1}"),
+        ({"total_seq_len": 2**63 - 1},
+         f"total_seq_len: expected at most {2**31 - 1}, got {2**63 - 1}"),
+        ({"total_seq_len": -1}, "total_seq_len: expected at least 0, got -1"),
+        ({"max_new": 2**40}, f"max_new: expected at most {2**31 - 1}, got {2**40}"),
+        ({"max_context": 2**62}, f"max_context: expected at most {2**48}, got {2**62}"),
+        ({"max_positions": -1}, "max_positions: expected at least 0, got -1"),
+        ({"table_width": -3}, "table_width: expected at least 0, got -3"),
+        ({"layer": -4}, "layer: expected at least 0, got -4"),
+        ({"layer": 9}, "layer: expected at most 3, got 9"),
+        ({"window": -1000}, "window: expected at least 0, got -1000"),
+        ({"num_heads": -8}, "num_heads: expected at least 0, got -8"),
+        ({"num_heads": 0}, "num_heads: expected at least 1, got 0"),
+        ({"num_heads": 7}, "num_heads: expected a multiple of the 2 kv heads, got 7"),
+        ({"v_head_dim": -5}, "v_head_dim: expected at least 0, got -5"),
+        ({"chunked": 2}, "chunked: expected at most 1, got 2"),
+        ({"multiprocessors": 2**31 - 1},
+         f"multiprocessors: expected at most {2**16}, got {2**31 - 1}"),
+    ],
+)  # fmt: skip
+def test_numbers_that_no_plan_has_are_refused(
+    ask: Callable[[launch_native.StepPlan], None], fields: dict[str, int], sentence: str
+) -> None:
+    with pytest.raises(KernelError) as error:
+        ask(question(**fields))
+    assert str(error.value) == f"update_and_attend: {sentence}"
+
+
+def test_plans_of_the_largest_numbers() -> None:
+    """Within 64 bits, and soon: memory for any batch is reckoned without a look at each."""
+    plain, windowed = question(), question(window=2**31 - 1)
+    plan_step(plain)
+    plan_step(windowed)
+    assert list(windowed.scratch) == list(plain.scratch) != [0, 0]
+    most = question(batch_size=2**30)
+    bound_scratch(most)
+    with pytest.raises(KernelError, match=f"grid: expected at most {2**48}, got more"):
+        plan_step(question(batch_size=2**30, num_heads=2**30, num_kv_heads=2**30))
 
 
 @pytest.mark.parametrize(

@@ -119,6 +119,44 @@ def test_a_group_of_another_size_is_refused() -> None:
         native.run(ALL_REDUCE, np.ones((1, 4), np.float32), ranks=2)
 
 
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"rank": 5}, "rank: expected 0 to 1, got 5"),
+        ({"rank": -1}, "rank: expected 0 to 1, got -1"),
+        ({"memory": None}, "memory: expected data, got a null pointer"),
+        ({"size": 65}, "expected a group of 2 ranks from the graph, got one of 65"),
+    ],
+)
+def test_a_group_that_is_not_whole_is_refused(
+    changes: dict[str, int | None], sentence: str
+) -> None:
+    """Not read, nor said to have failed."""
+    group = groups(2)[0]
+    for field, value in changes.items():
+        setattr(group._group, field, value)
+    x = np.ones((1, 8), np.float32)
+    (error,) = together([group], lambda rank: native.run(ALL_REDUCE, x, ranks=2))
+    assert str(error) == f"all_reduce: {sentence}"
+    group.abort()
+    group.require_whole()
+
+
+@pytest.mark.parametrize("ranks", [0, 65])
+def test_a_graph_of_more_ranks_than_meet_is_refused(ranks: int) -> None:
+    sentence = f"all_reduce: ranks: expected 1 to 64, got {ranks}"
+    with pytest.raises(KernelError, match=sentence):
+        native.run(ALL_REDUCE, np.ones((1, 8), np.float32), ranks=ranks)
+
+
+def test_no_group_has_no_bytes_and_nothing_to_say() -> None:
+    assert [shared_bytes(size) for size in (-1, 0, 65)] == [0, 0, 0]
+    assert shared_bytes(64) > shared_bytes(1) > 0
+    dll = native.library().dll
+    dll.kvg_cpu_abort_group(None)
+    assert dll.kvg_cpu_group_broken(None) == 0
+
+
 def test_a_width_that_does_not_fit_is_refused() -> None:
     groups(2)[0].enter()
     with pytest.raises(KernelError, match=r"out_width: expected 8.* got 9"):

@@ -200,7 +200,7 @@ def quantization(config: Config) -> Mapping[str, Any] | None:
 
 
 def _unified(given: Config) -> Config:
-    """Rewrite an auto-round configuration, unless it has rotations, for the method of its layout."""
+    """Rewrite an auto-round configuration, if it has no rotations, for the method it stores as."""
     layout = AUTO_ROUND.get(str(given.get("packing_format")))
     if given.get("quant_method") != "auto-round" or layout is None or given.get("rotation_config"):
         return given

@@ -2,8 +2,9 @@
 //
 // A caller fills a kvg_call with the op's operands (inputs, then outputs) and attributes in the
 // order of the tables in contract.h, and calls kvg_cpu_<op>. A kernel checks everything that it
-// relies on (versions, dtypes, shapes, address of aliased buffers, page ids) before it writes
-// anything; on refusal it returns non-zero and writes one sentence into `message`.
+// relies on (versions, dtypes, shapes, alignment, address of aliased buffers, page ids) before it
+// writes anything; on refusal it returns non-zero and writes one sentence into `message`. So it does
+// where memory runs out; outputs, and the slots of new tokens, then hold anything.
 //
 // Entry points may be called from several threads at once, on disjoint pages.
 #ifndef KVGRAPH_ABI_H_
@@ -26,7 +27,11 @@ extern "C" {
 
 // Dense, row-major. dtype == 0 means that the operand is left out (an optional one, or an output
 // that aliases an input: data, rank and shape are then ignored). data may be NULL where an extent
-// is 0.
+// is 0; else it is a multiple of an element's size (KVG_DTYPE_BYTES). An extent is at most 2^40, the
+// product of those above 0 at most 2^48.
+//
+// Outputs overlap neither each other nor inputs, but for those that alias an input, an output of
+// linear that is x, and an output of attention that is q where both have as wide heads.
 typedef struct kvg_tensor {
   void* data;
   int32_t dtype;  // kvg_dtype; 0: left out
@@ -68,6 +73,38 @@ KVG_EXPORT int32_t kvg_cpu_all_gather(const kvg_call* call, char* message, size_
 KVG_EXPORT int32_t kvg_cpu_experts(const kvg_call* call, char* message, size_t message_size);
 KVG_EXPORT int32_t kvg_cpu_route(const kvg_call* call, char* message, size_t message_size);
 
+// Packed weights, of linear and of experts, which have one such weight for each expert: N output
+// columns of K inputs, filled up with zeros to multiples of 16 and of 64, as panels of 16 columns. A
+// panel's lines of 64 bytes follow each other along K. A line has `per` consecutive inputs of all 16
+// columns: first those of column 0, then those of column 1. Numbers are little-endian and finite.
+//
+//   bits  group   per  a column's inputs in a line
+//   32    0       1    float32
+//   16    0       2    bfloat16; x is rounded to it
+//   8     0       4    int8
+//   4     0       8    4 bytes: the low nibble of byte i is input i, the high one input 4 + i
+//   8     above   4    a word of codes: input i is its byte {0, 2, 1, 3}[i]
+//   4     above   8    a word of codes: input i is its nibble {0, 4, 1, 5, 2, 6, 3, 7}[i], the
+//                      lowest first
+//
+// group 0, 8 and 4 bits: rows of x are rounded to int8. Nibbles are in two's complement, and input k
+// of a column is its nibble times a multiplier of 1 to 16, an int8. group_bytes is [panels, K / 32, 8]:
+// byte b of inputs 32 g and on has the multipliers less one of columns 2 b (low nibble) and 2 b + 1.
+// scales is [panels, 2, 16]: a column's scale, then the sum of its int8, that are multiplied already.
+//
+// group above 0, a multiple of 32 (of NVFP4, of 16): G = ceil(K / group) groups of a column, of K as
+// filled up; rows of x are rounded to bfloat16. A weight by `codes`:
+//
+//   KVG_CODES_INTEGERS  4 bits  (-8 to 7 + group_bytes [panels, G, 16]) * scales [panels, G, 16];
+//                               group_bytes may be left out
+//   KVG_CODES_E2M1      4 bits  E2M1 * 2^(group_bytes [panels, G, 16] - 127); no scales
+//   KVG_CODES_E4M3      8 bits  E4M3 * scales [panels, G, 16]; no group_bytes
+//   KVG_CODES_INT8      8 bits  -128 to 127 * scales [panels, G, 16]; no group_bytes
+//   KVG_CODES_NVFP4     4 bits  E2M1 * E4M3 of group_bytes [panels, G, 16] * scales [panels, 1, 16]
+//
+// An output of linear begins with a panel. With silu_mul, and in `up` of experts, panel 2 p has the
+// gate's columns 16 p and on, and panel 2 p + 1 the same columns of what the gate lets through.
+
 typedef enum kvg_gathered { KVG_GATHER_FAILED, KVG_GATHER_DONE, KVG_GATHER_WAITS } kvg_gathered;
 
 // Gathers `bytes` of each rank: rank i's are at parts + i * stride, where this rank's already are.
@@ -79,12 +116,12 @@ typedef int32_t (*kvg_gather)(void* context, void* parts, uint64_t stride, uint6
 // have a library of the caller's carry their pieces. The caller owns it; a thread that has entered
 // it runs that rank's graph.
 typedef struct kvg_group {
-  void* memory;          // kvg_cpu_group_bytes(size) bytes, zeroed; shared by all ranks, unless they
-                         // gather
+  void* memory;          // kvg_cpu_group_bytes(size) bytes at a multiple of 8, zeroed; shared by all
+                         // ranks, unless they gather
   const int32_t* exits;  // [size]: a descriptor that is readable once the rank's process has ended
                          // (pidfd_open(2)); of ranks that gather a connected socket, on which they
                          // tell why a step fails; -1: a rank that cannot end alone, such as this one
-  int32_t rank, size;
+  int32_t rank, size;    // 0 to size - 1; 1 to KVG_MOST_RANKS
   int64_t timeout_ms;   // how long a collective waits for another rank
   uint64_t calls;       // pieces so far, equal on all ranks; 0 at first
   uint64_t waited_ns;   // spent waiting for other ranks
@@ -95,10 +132,11 @@ typedef struct kvg_group {
 
 #define KVG_MOST_RANKS 64
 
-KVG_EXPORT uint64_t kvg_cpu_group_bytes(int32_t size);
+KVG_EXPORT uint64_t kvg_cpu_group_bytes(int32_t size);  // 0: no group has that size
 // The group of the calling thread from now on; NULL: none. It must stay valid until it is left.
 KVG_EXPORT void kvg_cpu_enter_group(kvg_group* group);
-// Collectives of all ranks fail from now on, and name this one.
+// Collectives of all ranks fail from now on, and name this one. Here and below, NULL and a group
+// without memory have nothing to say.
 KVG_EXPORT void kvg_cpu_abort_group(kvg_group* group);
 
 // KVG_RANK_CUT_OFF: what gathers failed on the rank, while all others seem to be there.

@@ -17,7 +17,8 @@
 typedef enum kvg_dtype { KVG_FLOAT32 = 1, KVG_FLOAT16 = 2, KVG_BFLOAT16 = 3, KVG_INT8 = 4, KVG_FLOAT8_E4M3FN = 5, KVG_INT32 = 6 } kvg_dtype;
 
 static const char* const KVG_DTYPE_NAMES[] = {"none", "float32", "float16", "bfloat16", "int8", "float8_e4m3fn", "int32"};
-// By kvg_dtype: onnx.TensorProto.DataType; the largest magnitude of a quantised pool.
+// By kvg_dtype: bytes; onnx.TensorProto.DataType; the largest of a quantised pool.
+static const int32_t KVG_DTYPE_BYTES[] = {0, 4, 2, 2, 1, 1, 4};
 static const int32_t KVG_DTYPE_ONNX[] = {0, 1, 10, 16, 3, 17, 6};
 static const float KVG_DTYPE_LARGEST[] = {0, 0, 0, 0, 127, 448, 0};
 // TensorRT's DataType of each from kvg_dtype 1 on.
@@ -36,6 +37,16 @@ enum {
   KVG_DIM_NUM_UP_LINES, KVG_DIM_NUM_DOWN_PANELS, KVG_DIM_NUM_DOWN_LINES, KVG_DIM_NUM_UP_SCALES,
   KVG_DIM_NUM_UP_GROUPS, KVG_DIM_NUM_UP_BYTES, KVG_DIM_NUM_DOWN_SCALES, KVG_DIM_NUM_DOWN_GROUPS,
   KVG_DIM_NUM_DOWN_BYTES
+};
+
+// Attribute `codes` of linear and experts: what weights in groups are stored as.
+enum {
+  KVG_CODES_INTEGERS = 0, KVG_CODES_E2M1 = 1, KVG_CODES_E4M3 = 2, KVG_CODES_INT8 = 3,
+  KVG_CODES_NVFP4 = 4
+};
+// Attribute `activation` of experts.
+enum {
+  KVG_ACTIVATION_SILU = 0, KVG_ACTIVATION_GELU = 1, KVG_ACTIVATION_GELU_TANH = 2
 };
 
 // Launches of a step: kernels by role, integers by value, shared float32 memory.

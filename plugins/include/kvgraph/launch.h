@@ -104,7 +104,8 @@ typedef struct kvg_tiling {
   int32_t min_part, max_parts;  // keys of a part of a context at least; parts at most
 } kvg_tiling;
 
-// What the host knows of a step. max_new and max_context bound the values on the device.
+// What the host knows of a step. max_new and max_context bound the values on the device, each alone.
+// Refused: numbers below 0 or beyond an int32, but for max_context, up to 2^48; a batch above 2^30.
 typedef struct kvg_sizes {
   int64_t batch_size, total_seq_len, max_new, max_context, table_width;
   int64_t max_positions;  // of cos_sin, which no context may exceed; 0: not checked
