@@ -165,6 +165,7 @@ def compile(
         notes += [*loaded.notes, *pipeline.notes_of_ranks(loaded.layers, tp)]
         pipeline.require_kernels(plan, request)
 
+        from kvgraph.compiler.check.own import require_own
         from kvgraph.compiler.check.run import Compiled
         from kvgraph.compiler.check.run import check as require_equal
         from kvgraph.compiler.trace import trace
@@ -181,6 +182,8 @@ def compile(
                 archs=request.target.archs,
                 dump=dump,
             )
+            if check:
+                require_own(traced)
             manifest = write(traced, folder, progress)
             note = "check: left out (--no-check)"
             if check:

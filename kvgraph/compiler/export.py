@@ -15,6 +15,7 @@ import io
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
+from types import FunctionType
 
 import torch
 from torch import nn
@@ -36,8 +37,15 @@ from kvgraph.handlers import let_pass
 from kvgraph.ops import torch_ops
 from kvgraph.progress import task
 
-NAMES = {"wrap_with_autocast": "torch.autocast", "cond": "torch.cond"}
+NAMES = {
+    "wrap_with_autocast": "torch.autocast",
+    "cond": "torch.cond",
+    "torch._functorch.predispatch": "torch.vmap",
+}
 """Public names for operators that torch names otherwise, for error messages."""
+
+NUMBERS = (int, float, torch.SymInt, torch.SymFloat, torch.SymBool)
+"""Types of values that are computed from sizes."""
 
 REPORTING = ("torch.fx.experimental.symbolic_shapes", "torch._subclasses.fake_tensor")
 
@@ -121,7 +129,7 @@ def _trace(model: Model, signature: GraphSignature) -> ExportedProgram:
 def _export(module: nn.Module, signature: GraphSignature) -> ExportedProgram:
     examples, shapes = signature.to_torch_export()
     reports = contextlib.redirect_stderr(io.StringIO())  # torch prints when a trace fails
-    with _restored(module), quiet_loggers(*REPORTING), reports:
+    with _restored(module), _without_gradients(module), quiet_loggers(*REPORTING), reports:
         return torch.export.export(module, examples, dynamic_shapes=(shapes,), strict=False)
 
 
@@ -146,6 +154,21 @@ def _restored(module: nn.Module) -> Iterator[None]:
         for value, kept in held:
             value.clear()
             value.extend(kept) if isinstance(value, list | deque) else value.update(kept)
+
+
+@contextlib.contextmanager
+def _without_gradients(module: nn.Module) -> Iterator[None]:
+    """Clear `requires_grad` of parameters that were made in torch.inference_mode: a trace would set
+    it on copies of them, which torch refuses."""
+    asking = [each for each in module.parameters() if each.is_inference() and each.requires_grad]
+    for parameter in asking:
+        parameter.requires_grad_(False)
+    try:
+        yield
+    finally:
+        with torch.inference_mode():
+            for parameter in asking:
+                parameter.requires_grad_(True)
 
 
 def _admits_ones(program: ExportedProgram, signature: GraphSignature) -> bool:
@@ -222,14 +245,23 @@ def _require_operators(model: Model, program: ExportedProgram) -> None:
                 f"architecture {model.architecture!r}: expected a model that draws no random "
                 f"numbers, got {node.target}; compute without it"
             )
-        is_part = isinstance(node.target, HigherOrderOperator)
-        if is_part and node.target is not auto_functionalized_v2:  # that is only an in-place write
-            name = str(node.target)
-            said = NAMES.get(name, name)
+        if (name := _part(node)) is not None:
             raise UnsupportedError(
                 f"architecture {model.architecture!r}: expected operators that run one after the "
-                f"other, got {said}; compute without it"
+                f"other, got {name}; compute without it"
             )
+
+
+def _part(node: Node) -> str | None:
+    """The name of an operator with its own graph, or of a function that torch.vmap inserts; None if
+    `node` calls another operator, or computes with sizes."""
+    target = node.target
+    if isinstance(target, HigherOrderOperator):
+        is_write = target is auto_functionalized_v2  # without one in place
+        return None if is_write else NAMES.get(str(target), str(target))
+    if not isinstance(target, FunctionType) or isinstance(node.meta.get("val"), NUMBERS):
+        return None
+    return NAMES.get(target.__module__, target.__name__)
 
 
 def _draws(node: Node) -> bool:

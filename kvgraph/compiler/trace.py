@@ -57,7 +57,14 @@ def trace(
         return traced
 
     def proved(traced: Traced) -> Traced:
-        run_passes(traced, TRACE)
+        try:
+            run_passes(traced, TRACE)
+        except UnsupportedError as error:
+            complex_ones = [each for each in traced.passes if each.name == "pair_complex"]
+            left = [why for report in complex_ones for why in report.unmatched]
+            if left:
+                raise UnsupportedError(f"{error}; of complex numbers: {left[0]}") from error
+            raise
         is_padded = plan.strategy is KVCacheStrategy.PADDED
         require_state_unchanged(traced.program, signature, is_padded=is_padded)
         if not isinstance(model.module, Decoder):

@@ -21,6 +21,11 @@ SOME_SIZES = re.compile(
 )
 """torch.export's message for a dim that should be dynamic, but is not for all sizes."""
 
+ONE_SIZE = re.compile(
+    r"You marked (\w+) as dynamic but your code specialized it to be a constant \((\d+)\)"
+)
+"""torch's message about a dim that became a number."""
+
 
 def refusal(
     model: Model, errors: Sequence[Exception], again: Callable[[], object]
@@ -60,6 +65,9 @@ def _reason(error: Exception) -> str:
     if found := SOME_SIZES.match(lines[0]):
         name, size, guard = found.groups()
         return f"it is made for {guard.replace(size, name).rstrip('.')}, and not for every {name}"
+    if found := ONE_SIZE.match(lines[0]):
+        name, size = found.groups()
+        return f"it is made for {name} = {size} alone"
     return lines[0].rstrip(".")
 
 

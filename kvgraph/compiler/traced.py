@@ -7,10 +7,14 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING
 
+import torch
+from torch.utils._pytree import tree_leaves
+
 from kvgraph.compiler.cache import CachePlan
 from kvgraph.compiler.model import Model
 from kvgraph.compiler.passes import PassOptions, PassReport
 from kvgraph.compiler.weights import Weights
+from kvgraph.contract.dtypes import ACTIVATIONS
 from kvgraph.contract.params import KVCacheStrategy
 from kvgraph.contract.signature import GraphSignature
 
@@ -47,6 +51,18 @@ class Traced:
     def weights(self) -> Weights:
         """The values of the program's parameters, or their sources."""
         return Weights(self.model.checkpoint)
+
+    @property
+    def kinds(self) -> set[str]:
+        """Floating dtypes that the program computes in, and the model's own."""
+        nodes = [node for node in self.graph.nodes if node.op == "call_function"]
+        results = [each for node in nodes for each in tree_leaves(node.meta.get("val"))]
+        made = {each.dtype for each in results if isinstance(each, torch.Tensor)}
+        return {name for name in ACTIVATIONS if getattr(torch, name) in made} | {self.model.dtype}
+
+    @property
+    def pool_kinds(self) -> list[str]:
+        return [leaf.pool_dtype for leaf in self.plan.params.leaves.values()]
 
     @property
     def options(self) -> PassOptions:

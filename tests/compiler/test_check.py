@@ -125,6 +125,13 @@ def test_kernel_that_is_wrong(
     assert "in the lowered graph; the layers' own code agrees" in message
 
 
+@pytest.mark.parametrize(
+    ("error", "said"), [(0.0321, "0.032"), (0.001049, "0.00105"), (np.inf, "inf")]
+)
+def test_an_error_is_said_to_exceed_its_limit(error: float, said: str) -> None:
+    assert compare.Difference(error, compare.EXACT).said == said
+
+
 def test_logits_that_are_not_finite(
     tmp_path: Path, model_folder: ModelFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -166,7 +173,7 @@ def test_own_module(target: str, tmp_path: Path) -> None:
     torch.manual_seed(0)
     manifest = kvgraph.compile(Traced(False), tmp_path / "right", target=target, **options)
     assert manifest.notes[-1] == CHECKED
-    with pytest.raises(kvgraph.CheckError, match=r"check of 'Traced': .* in the lowered graph;"):
+    with pytest.raises(kvgraph.CheckError, match=r"check of 'Traced': .* in its program;"):
         kvgraph.compile(Traced(True), tmp_path / "wrong", target=target, **options)
     assert not (tmp_path / "wrong").exists()
 

@@ -181,27 +181,6 @@ def test_what_is_returned_is_the_logits_alone(
     assert got in str(refused.value)
 
 
-class Cast(Decoder):
-    def forward(self, *inputs: Any) -> torch.Tensor:
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            return super().forward(*inputs).float()
-
-
-class Either(Decoder):
-    def forward(self, *inputs: Any) -> torch.Tensor:
-        found = super().forward(*inputs)
-        return torch.cond(inputs[2].sum() > -1, lambda x: x * 1.0, lambda x: x * 2.0, (found,))
-
-
-@pytest.mark.parametrize(("module", "got"), [(Cast, "torch.autocast"), (Either, "torch.cond")])
-def test_parts_under_conditions_are_refused(
-    module: type[Decoder], got: str, tmp_path: Path
-) -> None:
-    expected = f"expected operators that run one after the other, got {got}; compute without it"
-    with pytest.raises(kvgraph.UnsupportedError, match=expected):
-        compile_module(module(), tmp_path / "out")
-
-
 class Inferring(Decoder):
     @torch.inference_mode()
     def forward(self, *inputs: Any) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -9,11 +10,14 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.export import ExportedProgram
 
 import kvgraph
 from kvgraph import ops
-from kvgraph.compiler.check import run
-from tests.compiler.test_own_module import VOCAB, Decoder, compile_module
+from kvgraph.compiler.check.rows import chunk_of, rows_of
+from kvgraph.compiler.passes import PassReport, fold_constants
+from kvgraph.ops import torch_ops
+from tests.compiler.test_own_module import PARAMS, VOCAB, Decoder, compile_module
 
 
 class OfSizes(Decoder):
@@ -48,6 +52,60 @@ def test_what_depends_on_the_batch_is_refused(number: str, backend: str, tmp_pat
     assert not (tmp_path / "out").exists()
 
 
+class Slightly(Decoder):
+    """What it computes with the batch is less than weights or pools of few bits explain."""
+
+    def __init__(self, number: str) -> None:
+        super().__init__()
+        self.number = number
+
+    def forward(self, *inputs: Any) -> torch.Tensor:
+        tokens, offsets, _, _, lengths, _, _ = inputs
+        ends = (torch.arange(tokens.shape[0])[:, None] == offsets[None, 1:] - 1).any(1)
+        found = {
+            "rows": torch.full((), lengths.shape[0]) > 6,
+            "lengths": lengths.float().mean() > 0,
+            "ends": ends[inputs[2].long()][:, None],
+        }[self.number]
+        return super().forward(*inputs) * torch.where(found, torch.linspace(0.9, 1.1, VOCAB), 1.0)
+
+
+@pytest.mark.parametrize("weights", ["bf16", "int8", "int4"])
+@pytest.mark.parametrize(
+    ("number", "where"),
+    [
+        ("rows", "in a batch of 9 that they have in one of 2"),
+        ("lengths", "in chunks next to another row that they have alone"),
+        ("ends", "in chunks next to another row that they have alone"),
+    ],
+)
+def test_rounded_weights_hide_nothing(
+    number: str, where: str, weights: str, tmp_path: Path
+) -> None:
+    with pytest.raises(kvgraph.CheckError, match=f"have the logits {where}, got others"):
+        compile_module(Slightly(number), tmp_path / "out", weights=weights)
+    assert not (tmp_path / "out").exists()
+    assert compile_module(Decoder(), tmp_path / "out", weights=weights)
+
+
+def test_rounded_weights_hide_no_pass_that_is_wrong(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fold = fold_constants.fold_constants
+
+    def spoiled(program: ExportedProgram) -> PassReport:
+        for node in program.graph.nodes:
+            if node.target is torch_ops.paged_attention.default:
+                node.update_kwarg("scale", 1.1 * node.kwargs["scale"])
+        return fold(program)
+
+    monkeypatch.setattr(fold_constants, "fold_constants", spoiled)
+    with pytest.raises(
+        kvgraph.CheckError, match=r"own forward pass within 0\.001 .* in its program"
+    ):
+        compile_module(Decoder(), tmp_path / "out", weights="int8")
+
+
 class Prefilling(Decoder):
     """Asks whether its step has more than one token, or more than one row."""
 
@@ -67,6 +125,45 @@ class Prefilling(Decoder):
         if asked():
             return logits + 0.0 if self.is_equal else logits * torch.linspace(-1, 1, VOCAB)
         return logits
+
+
+class Mixed(Decoder):
+    """A part computes in fewer bits than the module's first parameter has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.up, self.down = (
+            nn.Linear(*sizes).bfloat16() for sizes in ((VOCAB, 256), (256, VOCAB))
+        )
+
+    def forward(self, *inputs: Any) -> torch.Tensor:
+        x = self.up(super().forward(*inputs).bfloat16())
+        logits: torch.Tensor = self.down(nn.functional.silu(x) * x.cos() * x.sin())
+        return logits.float()
+
+
+def test_activations_of_two_dtypes(tmp_path: Path) -> None:
+    """The check's limit is that of the coarser one."""
+    assert compile_module(Mixed(), tmp_path / "out", backend="torch")
+
+
+class Recurrent(Decoder):
+    """Torch makes a loop of it, over as many tokens as the trace has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gru = nn.GRU(VOCAB, VOCAB)
+
+    def forward(self, *inputs: Any) -> torch.Tensor:
+        logits: torch.Tensor = self.gru(super().forward(*inputs))[0]
+        return logits
+
+
+def test_a_size_that_becomes_a_number_is_named(tmp_path: Path) -> None:
+    expected = r"dynamic rows and tokens: it is made for num_logits = \d+ alone, at .*self\.gru\("
+    with pytest.raises(kvgraph.UnsupportedError, match=expected):
+        compile_module(Recurrent(), tmp_path / "out")
 
 
 QUESTIONS = ["more tokens", "one token", "one row", "a token of each row"]
@@ -113,6 +210,17 @@ class Wide(Decoder):
         return x[rows.long()] @ self.embed.weight.T
 
 
+class Slots(Decoder):
+    def forward(self, *inputs: Any) -> torch.Tensor:
+        *given, table, most = inputs
+        return super().forward(*given, table.unsqueeze(1), most)
+
+
+def test_a_continuous_cache(tmp_path: Path) -> None:
+    params = replace(PARAMS, cache_strategy=kvgraph.KVCacheStrategy.CONTINUOUS)
+    assert compile_module(Slots(), tmp_path / "out", params=params)
+
+
 @pytest.mark.parametrize("longest", [1, 2, 30])
 def test_short_contexts_are_checked_too(longest: int, tmp_path: Path) -> None:
     manifest = compile_module(Decoder(), tmp_path / "out", max_seq_len=longest)
@@ -122,8 +230,8 @@ def test_short_contexts_are_checked_too(longest: int, tmp_path: Path) -> None:
 @pytest.mark.parametrize("longest", [1, 2, 3, 20, 31, 64, 4096])
 def test_the_last_step_of_a_check_has_one_token(longest: int) -> None:
     model: Any = SimpleNamespace(max_seq_len=longest, vocab_size=9)
-    rows = run.rows_of(model)
-    chunk = run._chunk(rows)
+    rows = rows_of(model)
+    chunk = chunk_of(rows)
     left = [len(row) - (len(rows[0]) - 1) // chunk * chunk for row in rows]
     assert max(map(len, rows)) <= longest
     assert left[0] == 1

@@ -310,6 +310,43 @@ def test_a_pool_is_changed_by_cache_ops_alone(backend: str, tmp_path: Path) -> N
         compile_module(Decays(), tmp_path / "out", backend=backend)
 
 
+def test_a_module_that_was_made_in_inference_mode(tmp_path: Path) -> None:
+    with torch.inference_mode():
+        module = Decoder()
+    compile_module(module, tmp_path / "out", weights="int8")
+    assert all(each.requires_grad and each.is_inference() for each in module.parameters())
+
+
+class Cast(Decoder):
+    def forward(self, *inputs: Any) -> torch.Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return super().forward(*inputs).float()
+
+
+class Either(Decoder):
+    def forward(self, *inputs: Any) -> torch.Tensor:
+        found = super().forward(*inputs)
+        return torch.cond(inputs[2].sum() > -1, lambda x: x * 1.0, lambda x: x * 2.0, (found,))
+
+
+class Mapped(Decoder):
+    def forward(self, *inputs: Any) -> torch.Tensor:
+        return torch.vmap(lambda x: x / x.norm())(super().forward(*inputs))
+
+
+@pytest.mark.parametrize(
+    ("module", "got"), [(Cast, "autocast"), (Either, "cond"), (Mapped, "vmap")]
+)
+def test_parts_under_conditions_are_refused(
+    module: type[Decoder], got: str, tmp_path: Path
+) -> None:
+    expected = (
+        f"expected operators that run one after the other, got torch.{got}; compute without it"
+    )
+    with pytest.raises(kvgraph.UnsupportedError, match=expected):
+        compile_module(module(), tmp_path / "out")
+
+
 class Draws(Decoder):
     def __init__(self, draw: Callable[[torch.Tensor], torch.Tensor]) -> None:
         super().__init__()

@@ -303,7 +303,7 @@ def test_tables_are_those_that_a_trace_makes(name: str, tmp_path: Path) -> None:
     make(name, tmp_path / "model")
     model = measured.describe(tmp_path / "model", "float32")
     program, signature = program_of(tmp_path / "model", "float32")
-    pair_complex(program.graph)
+    pair_complex(program)
     fuse_rope(program, signature, model.max_seq_len)
     tables = [t for each, t in program.state_dict.items() if "kvgraph.cos_sin_" in each]
     assert sorted(model.rotary_dims) == sorted(table.shape[1] for table in tables)

@@ -7,7 +7,7 @@ largest error, and far below that of a lost window or a wrong scale, which is ab
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -41,12 +41,23 @@ ROUNDED = {
     "int4": Tolerance(0.7, 0.7),
 }
 
+POOL_STEPS = 0.02
+"""Error by numbers of a pool of fewer bits that are rounded to the next one."""
 
-def tolerance(kinds: Sequence[str]) -> Tolerance:
+
+def tolerance(kinds: Collection[str]) -> Tolerance:
     """The tolerance for a model with activations, weights and pools of these kinds: the widest of
     them."""
     found = [ROUNDED[kind] for kind in kinds]
     return Tolerance(max(t.error for t in found), min(t.share for t in found))
+
+
+def own_tolerance(activations: Collection[str], pools: Collection[str]) -> Tolerance:
+    """The tolerance for a module against itself. Pools round a number alike in every batch, but a
+    sum in another order changes few of their numbers."""
+    error, share = tolerance(activations)
+    rounds = tolerance(pools) != EXACT
+    return Tolerance(max(error, POOL_STEPS) if rounds else error, share)
 
 
 class Difference(NamedTuple):
@@ -58,6 +69,12 @@ class Difference(NamedTuple):
     @property
     def fits(self) -> bool:
         return self.error <= self.tolerance.error
+
+    @property
+    def said(self) -> str:
+        """The error, with as many digits as distinguish it from the limit."""
+        texts = (f"{self.error:.{digits}g}" for digits in range(2, 17))
+        return next((x for x in texts if float(x) > self.tolerance.error), str(self.error))
 
 
 def difference(

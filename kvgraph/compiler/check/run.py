@@ -16,16 +16,15 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-import numpy as np
-import numpy.typing as npt
-
 from kvgraph.compiler.cache import CachePlan, plan_cache
-from kvgraph.compiler.check.compare import Logits, difference, tolerance
+from kvgraph.compiler.check.compare import Logits, Tolerance, difference, tolerance
 from kvgraph.compiler.check.host import logits_of
 from kvgraph.compiler.check.interpret import ProgramRun
 from kvgraph.compiler.check.locate import wrong_layer
+from kvgraph.compiler.check.own import LEFT, in_batches, refusal
 from kvgraph.compiler.check.ranks import rank_logits
 from kvgraph.compiler.check.reference import WINDOW, cut_windows, reference_logits
+from kvgraph.compiler.check.rows import OTHERS, Row, chunk_of, crowd_of, rows_of
 from kvgraph.compiler.check.streamed import with_values
 from kvgraph.compiler.check.subject import parameter_bytes, reduced
 from kvgraph.compiler.frontends.decoder import Decoder, probe
@@ -44,14 +43,10 @@ from kvgraph.errors import CheckError
 from kvgraph.kv.forward import Chunk
 from kvgraph.plural import plural
 
-Row = npt.NDArray[np.int32]
 RunArtifact = Callable[[Path, Sequence[Row], Chunk], list[Logits]]
 """`run(folder, rows, chunk)`: logits of every token, by the session of the artifact's backend."""
 Write = Callable[[Traced, Path], Manifest]
 
-LENGTHS = 51, 29
-OTHERS = 7
-"""Number of rows that join the two in a larger batch, which must not change their logits."""
 MOST_BYTES = 1 << 30
 """Most bytes of parameters of a model that is checked whole, not by one layer of each kind."""
 
@@ -84,11 +79,11 @@ class Compiled:
         return shards_of(self.manifest.layout)
 
     @property
-    def kinds(self) -> list[str]:
-        """Precisions of activations, weights and pools."""
-        pools = [leaf.pool_dtype for leaf in self.traced.plan.params.leaves.values()]
-        rounded = [NAMES[bits] for bits in self.traced.weights.rounded]
-        return [self.manifest.dtype, self.manifest.weights, *rounded, *pools]
+    def tolerance(self) -> Tolerance:
+        """The tolerance for the precisions of activations, weights and pools."""
+        traced = self.traced
+        rounded = [NAMES[bits] for bits in traced.weights.rounded]
+        return tolerance([*traced.kinds, self.manifest.weights, *rounded, *traced.pool_kinds])
 
 
 def check(compiled: Compiled, run: RunArtifact) -> str:
@@ -105,29 +100,12 @@ def check(compiled: Compiled, run: RunArtifact) -> str:
     return _check_reduced(compiled, run) if is_decoder else _check_module(compiled)
 
 
-def rows_of(model: Model) -> list[Row]:
-    """Two rows of random tokens, the same in every compile.
-
-    The first has an odd length, and is longer than the second if the model's context allows.
-    """
-    random = np.random.default_rng(20)
-    first = min(LENGTHS[0], model.max_seq_len - 1 + model.max_seq_len % 2)
-    lengths = first, max(1, min(LENGTHS[1], first - 1))
-    return [random.integers(0, model.vocab_size, length).astype(np.int32) for length in lengths]
-
-
-def _chunk(rows: Sequence[Row]) -> int:
-    """Tokens of a chunk: two chunks leave exactly one token of the first row, if its length is odd
-    and above 1."""
-    return max(1, len(rows[0]) // 2)
-
-
 def _check_whole(compiled: Compiled, run: RunArtifact) -> str:
     """Check the artifact itself, in the session that will run it. Return the note."""
     traced, rows = compiled.traced, rows_of(compiled.traced.model)
     padded = traced.plan.strategy is KVCacheStrategy.PADDED
     if not _has_long_windows(traced):
-        found = run(compiled.folder, rows, _chunk(rows))
+        found = run(compiled.folder, rows, chunk_of(rows))
         _require_near(compiled, traced, found, rows)
         if not isinstance(traced.model.module, Decoder) and not padded:
             _require_alone(compiled, run, rows, found)
@@ -138,15 +116,17 @@ def _check_whole(compiled: Compiled, run: RunArtifact) -> str:
             tempfile.TemporaryDirectory(dir=compiled.folder) as name,
         ):
             shorter = with_windows_cut(compiled.folder, Path(name), WINDOW)
-            _require_near(compiled, traced, run(shorter, rows, _chunk(rows)), rows)
+            _require_near(compiled, traced, run(shorter, rows, chunk_of(rows)), rows)
     else:  # windows in the artifact cannot be cut: a program with shorter ones is checked as well
-        _require_near(compiled, traced, run(compiled.folder, rows, _chunk(rows)), rows)
+        _require_near(compiled, traced, run(compiled.folder, rows, chunk_of(rows)), rows)
         with cut_windows(traced.model.module):
             given = (traced.model, traced.signature, traced.plan)
             again = padded or compiled.backend.functional
             program = trace(*given, functional=False).program if again else traced.program
             step = ProgramRun(program, window=WINDOW, weights=traced.weights)
-            found = logits_of(step, traced.signature, traced.plan.params, rows, chunk=_chunk(rows))
+            found = logits_of(
+                step, traced.signature, traced.plan.params, rows, chunk=chunk_of(rows)
+            )
             _require_near(compiled, traced, found, rows)
     return _note("all layers")
 
@@ -154,25 +134,13 @@ def _check_whole(compiled: Compiled, run: RunArtifact) -> str:
 def _require_alone(
     compiled: Compiled, run: RunArtifact, rows: Sequence[Row], found: Sequence[Logits]
 ) -> None:
-    """Raise CheckError unless `rows` have the logits `found` in a larger batch too.
-
-    For a user's own module. The proof that tokens stay apart is about tokens only: a module may
-    also compute with the batch's size, lengths or offsets. Code that depends on a value which only
-    larger batches have is not found.
-    """
-    ahead = np.tile(rows[0], 4)[: compiled.traced.model.max_seq_len]  # mostly in its first chunk
-    others = [ahead, *(np.roll(rows[0], shift) for shift in range(1, OTHERS))]
-    chunks = [max(1, 3 * len(ahead) // 4), *[_chunk(rows)] * (OTHERS - 1 + len(rows))]
-    crowd = run(compiled.folder, [*others, *rows], chunks)[OTHERS:]
-    apart = difference(crowd, found, tolerance(compiled.kinds))
+    """Raise CheckError unless rows of a user's own module have the logits `found` in a larger batch
+    too. `require_own` checks the module itself in the same way."""
+    model = compiled.traced.model
+    crowd, chunks = crowd_of(rows, model.max_seq_len)
+    apart = difference(run(compiled.folder, crowd, chunks)[OTHERS:], found, compiled.tolerance)
     if not apart.fits:
-        raise CheckError(
-            f"check of {compiled.traced.model.architecture!r}: expected rows to have the logits in "
-            f"a batch of {OTHERS + len(rows)} that they have in one of {len(rows)}, got others "
-            f"(they differ by {apart.error:.2g} of their spread): it computes with the size, "
-            "lengths or offsets of the batch; nothing was written, --no-check writes it all the "
-            "same"
-        )
+        raise refusal(model.architecture, *in_batches(len(rows)), apart.said)
 
 
 def _check_reduced(compiled: Compiled, run: RunArtifact) -> str:
@@ -192,7 +160,7 @@ def _check_reduced(compiled: Compiled, run: RunArtifact) -> str:
         if on_cpu:
             with tempfile.TemporaryDirectory(dir=compiled.folder) as name:
                 compiled.write(traced, Path(name))
-                found = run(Path(name), rows, _chunk(rows))
+                found = run(Path(name), rows, chunk_of(rows))
         else:
             found = _run_program(compiled, traced, rows)
         _require_near(compiled, traced, found, rows, chosen)
@@ -210,7 +178,7 @@ def _check_module(compiled: Compiled) -> str:
         return logits_of(step, traced.signature, traced.plan.params, rows, chunk=chunk)
 
     rows = rows_of(traced.model)
-    found = run(compiled.folder, rows, _chunk(rows))
+    found = run(compiled.folder, rows, chunk_of(rows))
     _require_near(compiled, traced, found, rows)
     _require_alone(compiled, run, rows, found)
     return _note("all layers")
@@ -219,9 +187,9 @@ def _check_module(compiled: Compiled) -> str:
 def _run_program(compiled: Compiled, traced: Traced, rows: Sequence[Row]) -> list[Logits]:
     if compiled.ranks > 1:
         rewrite = partial(_rewrite, compiled)
-        return rank_logits(traced, compiled.ranks, compiled.kind, rewrite, rows, _chunk(rows))
+        return rank_logits(traced, compiled.ranks, compiled.kind, rewrite, rows, chunk_of(rows))
     program = _program_run(compiled, traced)
-    return logits_of(program, traced.signature, traced.plan.params, rows, chunk=_chunk(rows))
+    return logits_of(program, traced.signature, traced.plan.params, rows, chunk=chunk_of(rows))
 
 
 def _program_run(compiled: Compiled, traced: Traced) -> ProgramRun:
@@ -277,14 +245,13 @@ def _require_near(
     precisions. `chosen`: indices of the checked layers in the whole model."""
     with with_values(traced.model):
         expected = reference_logits(traced, rows)
-        apart = difference(found, expected, tolerance(compiled.kinds))
+        apart = difference(found, expected, compiled.tolerance)
         if apart.fits:
             return
         where = wrong_layer(traced, rows[0], apart.tolerance, chosen)
     raise CheckError(
         f"check of {traced.model.architecture!r}: expected the logits of its own forward pass "
-        f"within {apart.tolerance.error:g} of their spread, got {apart.error:.2g} {where}; "
-        "nothing was written, --no-check writes it all the same"
+        f"within {apart.tolerance.error:g} of their spread, got {apart.said} {where}; {LEFT}"
     )
 
 

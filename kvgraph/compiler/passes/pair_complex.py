@@ -1,8 +1,8 @@
 """Replace complex numbers by pairs of real numbers, in a new last dim of 2.
 
-Applies to rotary embeddings that are written as products of complex numbers (DeepSeek V2). Neither
-exporters nor kernels support complex numbers. An operator without a rule here stays as it is, and
-later checks refuse it.
+Applies to rotary embeddings that are written as products of complex numbers (DeepSeek V2, and
+Llama's own code, which reads a table of them). Neither exporters nor kernels support complex
+numbers. An operator without a rule here stays as it is, and later checks refuse it.
 """
 
 from __future__ import annotations
@@ -11,25 +11,38 @@ from collections.abc import Sequence
 from typing import cast
 
 import torch
+from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.export import ExportedProgram
 from torch.fx import Graph, Node
 from torch.fx.node import Argument
 
 from kvgraph.compiler.passes import PassReport
 from kvgraph.compiler.passes.operands import UnmatchedError, add_call, expect, value
 from kvgraph.compiler.passes.operands import cast as cast_to
+from kvgraph.compiler.passes.parameters import add_buffer, drop_held, held
 
 aten = torch.ops.aten
-MOVES = (aten.alias, aten.clone, aten.contiguous, aten.detach)
-AT_DIM = (aten.unsqueeze, aten.slice)
+MOVES = (aten.alias, aten.clone, aten.contiguous, aten.detach, aten.index)
+AT_DIM = (aten.unsqueeze, aten.slice, aten.select, aten.index_select, aten.squeeze)
+AT_DIMS = (aten.transpose, aten.flatten)
+"""Operators with two dims as arguments."""
+SHAPED = (aten.view, aten.reshape, aten._unsafe_view, aten.expand)
+PARTS = {aten.real: 0, aten.imag: 1}
 CASTS = (aten.to, aten._to_copy)
 CHECK = aten._assert_tensor_metadata.default
 
 
-def pair_complex(graph: Graph) -> PassReport:
-    """Rewrite `graph` in place."""
-    report = PassReport("pair_complex")
+def pair_complex(program: ExportedProgram) -> PassReport:
+    """Rewrite `program` in place."""
+    graph, report = program.graph, PassReport("pair_complex")
     pairs: dict[Node, Node] = {}
     for node in list(graph.nodes):
+        if node.op == "placeholder" and _is_complex(node):
+            table = held(program, node)
+            if table is not None and not isinstance(table[1], FakeTensor):
+                real = torch.view_as_real(table[1].detach().resolve_conj()).contiguous()
+                pairs[node] = add_buffer(program, f"kvgraph.pairs_{len(pairs)}", real)
         if node.op != "call_function" or not _concerns(node):
             continue
         if node.target is CHECK:
@@ -41,11 +54,13 @@ def pair_complex(graph: Graph) -> PassReport:
             except UnmatchedError as why:
                 report.unmatched.append(f"{node.name}: {why}")
                 continue
-        if node.target is aten.view_as_real.default:
+        if not _is_complex(node):
             node.replace_all_uses_with(pairs[node])
         report.applied += 1
     for node in reversed(pairs):
-        if not node.users:
+        if not node.users and node.op == "placeholder":
+            drop_held(program, node)
+        elif not node.users:
             graph.erase_node(node)
     return report
 
@@ -67,13 +82,17 @@ class _Pairs:
         self._known = known
 
     def of(self, node: Node) -> Node:
-        """The node with the pairs of `node`. UnmatchedError for an operator without a rule."""
+        """The node with the pairs of `node`, or with its real numbers. UnmatchedError for an
+        operator without a rule."""
         packet = getattr(node.target, "overloadpacket", None)
         args = cast(Sequence[Node], node.args)  # some operators have numbers among them
         if packet is aten.view_as_complex:
             return args[0]
         if packet is aten.polar:
             return self._polar(*args)
+        if packet is aten.complex:
+            expect(value(args[0]).shape == value(args[1]).shape, "expected parts of one shape")
+            return self._call(aten.stack.default, list(args), -1)
         if packet is aten.mul:
             return self._product(*args)
         source = self._known.get(args[0])
@@ -81,15 +100,30 @@ class _Pairs:
             raise UnmatchedError(f"expected an operator on pairs, got {node.target}")
         if packet is aten.view_as_real:
             return source
+        if packet in PARTS:
+            return self._call(aten.select.int, source, -1, PARTS[packet])
         if packet in CASTS:
             expect(_is_complex(node), "expected a complex result")
             return cast_to(source, value(node).dtype.to_real())
-        if packet in MOVES:
-            return self._call(node.target, source, *args[1:], **node.kwargs)
-        if packet in AT_DIM and len(args) > 1:
-            dim = cast(int, args[1])
-            return self._call(node.target, source, dim if dim >= 0 else dim - 1, *args[2:])
-        raise UnmatchedError(f"expected an operator on pairs, got {node.target}")
+        return self._moved(node, packet, source, args[1:])
+
+    def _moved(self, node: Node, packet: object, source: Node, rest: Sequence[Argument]) -> Node:
+        """Apply an operator that moves pairs as it moves numbers."""
+        if packet is aten.embedding:  # takes tables of rows alone
+            return self._call(aten.index.Tensor, source, [rest[0]])
+        dims = 1 if packet in AT_DIM else 2 if packet in AT_DIMS else 0
+        if packet in SHAPED and isinstance(rest[0], Sequence):
+            rest = [[*rest[0], 2], *rest[1:]]
+        elif dims:
+            assert isinstance(node.target, OpOverload)
+            left_out = node.target._schema.arguments[1 + len(rest) : 1 + dims]
+            rest = [*rest, *(each.default_value for each in left_out)]
+            expect(all(isinstance(dim, int) for dim in rest[:dims]), "expected dims by number")
+            at = [dim if dim >= 0 else dim - 1 for dim in cast(Sequence[int], rest[:dims])]
+            rest = [*at, *rest[dims:]]
+        elif packet not in MOVES:
+            raise UnmatchedError(f"expected an operator on pairs, got {node.target}")
+        return self._call(node.target, source, *rest, **node.kwargs)
 
     def _polar(self, size: Node, angle: Node) -> Node:
         parts = [

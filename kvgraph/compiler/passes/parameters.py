@@ -152,14 +152,21 @@ def tensor_of(array: Array) -> torch.Tensor:
 
 def drop_unused(program: ExportedProgram) -> None:
     """Remove parameters that no node reads any more."""
-    specs = program.graph_signature.input_specs
     nodes = {node.name: node for node in program.graph.nodes if node.op == "placeholder"}
-    for spec in [s for s in specs if s.kind is InputKind.PARAMETER]:
-        if not nodes[spec.arg.name].users:
-            program.graph.erase_node(nodes[spec.arg.name])
-            specs.remove(spec)
-            assert spec.target is not None
-            program.state_dict.pop(spec.target, None)
+    for spec in list(program.graph_signature.input_specs):
+        if spec.kind is InputKind.PARAMETER and not nodes[spec.arg.name].users:
+            drop_held(program, nodes[spec.arg.name])
+
+
+def drop_held(program: ExportedProgram, node: Node) -> None:
+    """Drop a weight that no node reads."""
+    specs = program.graph_signature.input_specs
+    (spec,) = (spec for spec in specs if spec.arg.name == node.name)
+    program.graph.erase_node(node)
+    specs.remove(spec)
+    assert spec.target is not None
+    program.state_dict.pop(spec.target, None)
+    program.constants.pop(spec.target, None)
 
 
 def name_outputs(program: ExportedProgram) -> None:

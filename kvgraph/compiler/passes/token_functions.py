@@ -8,6 +8,7 @@ to the tokens of their operands, or are refused. So shapes, layouts and axes nee
 from __future__ import annotations
 
 import operator
+from collections import Counter
 from collections.abc import Callable
 from hashlib import sha256
 from itertools import accumulate, product
@@ -198,7 +199,10 @@ class TokenFunctions:
         kernels compute."""
         if packet(node) not in (ADD, SUB) or value(node).dtype not in (torch.int32, torch.int64):
             return False
-        terms = {self._term(term): sign for sign, term in _terms(node, 1)}
+        found = Counter[str]()
+        for sign, term in _terms(node, 1):
+            found[self._term(term)] += sign
+        terms = {name: factor for name, factor in found.items() if factor or not name}
         return terms == {"index": 1, "offset": -1, "length": 1}
 
     def _term(self, node: Node) -> str:

@@ -96,7 +96,7 @@ def _core_aten(traced: Traced) -> ExportedProgram:
         why = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise UnsupportedError(
             f"architecture {traced.model.architecture!r}: torch cannot make core ATen of its "
-            f"operators: {why}; backend torch takes them as they are"
+            f"operators: {why}; backend torch may take them"
         ) from error
 
 
