@@ -94,6 +94,10 @@ def _constants(symbols: list[str]) -> Iterator[str]:
     yield f"typedef enum kvg_dtype {{ {codes} }} kvg_dtype;\n\n"
     yield "static const char* const KVG_DTYPE_NAMES[] = {"
     yield ", ".join(f'"{name}"' for name in ["none", *DTYPE_CODES]) + "};\n"
+    yield "// For messages: of any code, known or not.\n"
+    yield "static inline const char* kvg_dtype_name(int32_t code) {\n"
+    yield f"  const int is_known = code >= 0 && code <= {len(DTYPE_CODES)};\n"
+    yield '  return is_known ? KVG_DTYPE_NAMES[code] : "an unknown dtype";\n}\n'
     yield from _dtype_tables()
     yield f"#define KVG_NUM_DIM_SYMBOLS {len(symbols)}\n"
     yield "static const char* const KVG_DIM_NAMES[] = {"

@@ -1,7 +1,7 @@
-// What kvgraph uses of ONNX Runtime's C interface, declared by us from its documented layout: the
-// table of functions is append-only, so a slot number stays what it is. tests/plugins and
-// tests/test_conformance.py run every slot below against the installed runtime but ScratchBuffer,
-// which needs a GPU's stream.
+// The part of ONNX Runtime's C interface that kvgraph uses, declared by us from its documented
+// layout. The table of functions is append-only, so slot numbers never change. tests/plugins and
+// tests/test_conformance.py run every slot below against the installed runtime except
+// ScratchBuffer, which needs a GPU's stream.
 #pragma once
 
 #include <cstddef>
@@ -9,7 +9,7 @@
 
 namespace ort {
 
-constexpr uint32_t kApiVersion = 21;  // asked for; runtimes from 1.21 on give it
+constexpr uint32_t kApiVersion = 21;  // requested version; runtimes from 1.21 on have it
 
 struct Status;
 struct Session;
@@ -41,7 +41,7 @@ enum MemoryType : int32_t { kCpuInput = -2, kDefaultMemory = 0 };
 
 struct CustomOp;
 
-// Memory of a provider; what follows these fields is of newer versions.
+// Allocator of a provider's memory. Fields after these belong to newer versions.
 struct Allocator {
   uint32_t version;
   void* (*Alloc)(Allocator*, size_t);
@@ -49,7 +49,7 @@ struct Allocator {
   const MemoryInfo* (*Info)(const Allocator*);
 };
 
-// One function of the table, by its slot.
+// A function of the table, named by its slot number.
 template <size_t Slot, class Signature>
 struct Function;
 
@@ -77,7 +77,7 @@ using DimensionsCount = Function<61, Status*(const TensorInfo*, size_t*)>;
 using Dimensions = Function<62, Status*(const TensorInfo*, int64_t*, size_t)>;
 using SymbolicDimensions = Function<63, Status*(const TensorInfo*, const char**, size_t)>;
 using TensorTypeAndShape = Function<65, Status*(const Value*, TensorInfo**)>;
-using DefaultAllocator = Function<78, Status*(Allocator**)>;  // of host memory, never released
+using DefaultAllocator = Function<78, Status*(Allocator**)>;  // for host memory; not released
 using AttributeFloat = Function<85, Status*(const KernelInfo*, const char*, float*)>;
 using AttributeInt = Function<86, Status*(const KernelInfo*, const char*, int64_t*)>;
 using InputCount = Function<88, Status*(const KernelContext*, size_t*)>;
@@ -99,7 +99,7 @@ using ReadAttribute =
     Function<272, Status*(const OpAttribute*, AttributeType, void*, size_t, size_t*)>;
 using ParallelFor = Function<274, Status*(const KernelContext*, void (*)(void*, size_t), size_t,
                                           size_t, void*)>;
-// Ordered with the context's stream; the allocator of that memory frees it.
+// Memory that is ordered with the context's stream; the caller frees it with its allocator.
 using ScratchBuffer = Function<277, Status*(const KernelContext*, const MemoryInfo*, size_t, void**)>;
 using KernelAllocator = Function<278, Status*(const KernelInfo*, MemoryType, Allocator**)>;
 
@@ -108,7 +108,7 @@ struct ApiBase {
   const char* (*GetVersionString)();
 };
 
-// The callbacks of one custom op, as version 21 has them.
+// The callbacks of a custom op in version 21.
 struct CustomOp {
   uint32_t version;
   void* (*CreateKernel)(const CustomOp*, const Api*, const KernelInfo*);

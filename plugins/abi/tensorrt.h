@@ -1,9 +1,9 @@
 // The part of TensorRT's plugin interface that kvgraph uses, declared by us from its documentation
 // (TensorRT 10 and 11, TensorRT-RTX 1.7 and later): no vendor header is needed to build.
 //
-// An interface is a class of virtual methods: their order and signatures are the binary interface,
-// kept for good by a vendor that versions every interface it changes. Where the vendor's headers
-// are at hand (CMake's KVG_TENSORRT_INCLUDE), tensorrt/conformance.cpp compares the two views.
+// An interface is a class of virtual methods. Their order and signatures are the binary interface,
+// which stays stable because the vendor versions every interface that changes. Where the vendor's
+// headers are given (CMake's KVG_TENSORRT_INCLUDE), tensorrt/conformance.cpp compares both.
 #pragma once
 
 #include <cstddef>
@@ -58,7 +58,7 @@ struct Field {
   const char* name;
   const void* data;
   FieldType type;
-  int32_t length;  // elements
+  int32_t length;  // in elements
 };
 
 struct Fields {
@@ -84,7 +84,7 @@ class Versioned {
 
 // ---- expressions over the extents of inputs ---------------------------------------------------
 
-// What the host implements; the classes that plugins see hold a pointer to one.
+// Interface that the host implements; Dimension, which plugins see, holds a pointer to it.
 class DimensionImpl {
  public:
   virtual ~DimensionImpl() noexcept = default;
@@ -165,7 +165,7 @@ class PluginBuild : public Capable {
   virtual const char* timing_cache_id() noexcept { return nullptr; }
   virtual int32_t format_combination_limit() noexcept { return 100; }
   virtual const char* metadata() noexcept { return nullptr; }
-  // Version 2 of the interface: the input whose memory an output is, or -1.
+  // Version 2 of the interface: the input that shares its memory with the output, or -1.
   virtual int32_t aliased_input(int32_t output) noexcept = 0;
 };
 

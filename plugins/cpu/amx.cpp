@@ -19,14 +19,14 @@ bool amx_runs() {
   constexpr unsigned kAll = kBfloat16 | kTile | kInt8;
   unsigned a = 0, b = 0, c = 0, d = 0;
   if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || (d & kAll) != kAll) return false;
-  // Once for a process and its later threads; refused by kernels before 5.16.
+  // The permission is for the process and its later threads. Linux before 5.16 refuses it.
   constexpr long kRequestPermission = 0x1023, kTileData = 18;
   return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
 }
 
 #else
 
-bool amx_runs() { return false; }  // only Linux on x86 is known to let tiles be used
+bool amx_runs() { return false; }  // tiles are supported on Linux on x86 only
 
 #endif
 

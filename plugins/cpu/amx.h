@@ -1,10 +1,10 @@
 // AMX: eight tiles of up to 16 rows of 64 bytes, which each thread configures for itself.
 //
-// Its results are shown, its speed is not: it has run on an emulated processor (Bochs 3.0, Sapphire
-// Rapids, Linux 6.1, for which extended feature disable was added and the signs of TDPBUSD's second
-// operand were mended), and not on one that is built. The numbers of tiles are literals, as the
-// compiler's intrinsics want them. KVG_EMULATE_AMX puts loops in their place, which tests run on
-// other processors.
+// Its results are verified, its speed is not: it has run on an emulated processor only (Bochs 3.0,
+// Sapphire Rapids, Linux 6.1; Bochs was changed to have extended feature disable and the right
+// signs of TDPBUSD's second operand), never on hardware. The numbers of tiles are literals, because
+// the compiler's intrinsics require it. KVG_EMULATE_AMX replaces the instructions by loops, which
+// tests run on other processors.
 #pragma once
 
 #include <cstdint>
@@ -12,7 +12,7 @@
 namespace kvg {
 
 // Whether this processor has AMX for int8 and bfloat16, and the system lets this process use it.
-// Asks for that, which makes the frames of the process's signals larger from then on.
+// Requests that permission, which makes the signal frames of the process larger from then on.
 bool amx_runs();
 
 struct alignas(64) TileConfig {  // as the configuring instruction reads it
@@ -43,7 +43,7 @@ static_assert(sizeof(TileConfig) == 64, "a line");
 
 #include <immintrin.h>
 
-// The intrinsics do not tell GCC which memory they read: what was written before must be there.
+// The intrinsic does not tell GCC which memory it reads: the barrier completes earlier writes.
 #define KVG_TILE_CONFIG(config)                      \
   do {                                               \
     __asm__ volatile("" : : "r"(config) : "memory"); \

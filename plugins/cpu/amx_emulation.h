@@ -1,5 +1,5 @@
 // The tile instructions of AMX as loops, after the operation sections of Intel's instruction set
-// reference. What a processor answers with a fault ends the process with a sentence here.
+// reference. Where a processor would fault, the process ends with a message.
 #pragma once
 
 #include <cmath>
@@ -55,7 +55,7 @@ inline void zero(int index) {
 }
 
 inline void load(int index, const void* from, int64_t stride) {
-  zero(index);  // rows and columns beyond the configured ones too
+  zero(index);  // clears rows and columns beyond the configured ones too
   Tile& tile = configured(index);
   const auto* row = static_cast<const unsigned char*>(from);
   for (int m = 0; m < tile.rows; ++m) std::memcpy(tile.data[m], row + m * stride, tile.row_bytes);
@@ -74,7 +74,7 @@ T read(const Tile& tile, int row, int index) {
   return value;
 }
 
-// Three tiles of a product: sums are M x N, x is M x K and w is K x N words of 4 bytes.
+// Checks the three tiles of a product: sums are M x N, x is M x K and w is K x N words of 4 bytes.
 inline void check_product(int sums, int x, int w) {
   expect(sums != x && sums != w && x != w, "three different tiles");
   const Tile &c = configured(sums), &a = configured(x), &b = configured(w);
@@ -92,7 +92,7 @@ inline float without_denormals(float x) {
   return std::fabs(x) < 1.17549435e-38f ? std::copysign(0.0f, x) : x;
 }
 
-// Even and odd k have sums of their own, which meet at the end.
+// Even and odd k have separate sums, which are added at the end.
 inline void dot_bf16(int sums, int x, int w) {
   check_product(sums, x, w);
   Tile& c = tiles[sums];

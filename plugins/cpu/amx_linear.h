@@ -1,8 +1,8 @@
 // Sums of up to 32 rows and two panels by AMX tiles, for linear_kernels.cpp.
 //
-// Sixteen lines of a panel are a tile of weights as they lie: 16 columns of 32 bfloat16 or 64 int8
-// inputs. So are 64 bytes of each of 16 prepared rows. Tiles 0 to 3 are sums (two of rows by two of
-// panels), 4 and 5 rows, 6 and 7 weights.
+// Sixteen lines of a panel are a tile of weights without any conversion: 16 columns of 32 bfloat16
+// or 64 int8 inputs. Likewise, 64 bytes of each of 16 prepared rows are a tile of rows. Tiles 0 to
+// 3 are accumulators (two tiles of rows by two panels), 4 and 5 hold rows, 6 and 7 weights.
 #pragma once
 
 #include "cpu/amx.h"
@@ -12,7 +12,7 @@ namespace kvg::KVG_ISA {
 
 constexpr int64_t kTileLines = 16, kTileHeight = 16, kTallest = 2 * kTileHeight;
 
-// For 1 to kTallest rows; tiles without rows are not configured.
+// Configures the tiles for 1 to kTallest rows, except tiles that have no rows.
 inline void shape_tiles(int64_t rows) {
   const int64_t upper = rows < kTileHeight ? rows : kTileHeight, lower = rows - upper;
   const int64_t heights[] = {upper, upper, lower, lower, upper, lower, kTileLines, kTileLines};
@@ -30,7 +30,7 @@ inline void shape_tiles(int64_t rows) {
     else KVG_TILE_DOT_U8S8(sums, x, w);                       \
   } while (0)
 
-// Down tiles of rows from `x` times Across panels; `out`: rows x Across x kColumns.
+// Multiplies Down tiles of rows from `x` by Across panels; `out`: rows x Across x kColumns.
 template <int Bits, int Down, int Across>
 void sum_tiles(const char* x, int64_t stride, const char* w, int64_t panel_bytes, int64_t lines,
                char* out) {
@@ -60,7 +60,7 @@ void sum_tiles(const char* x, int64_t stride, const char* w, int64_t panel_bytes
 
 #undef KVG_TILE_DOT
 
-// The same for `rows`, which shape_tiles was called for, and `panels`.
+// Calls sum_tiles for `rows` rows, for which shape_tiles was called, and `panels` panels.
 template <int Bits, class... Arguments>
 void sum_tiles_of(int64_t rows, int64_t panels, Arguments... arguments) {
   const bool tall = rows > kTileHeight;

@@ -10,27 +10,27 @@
 namespace kvg {
 namespace {
 
-constexpr int64_t kQueryRows = 128;      // M that a tile of new tokens aims at
-constexpr int64_t kSegment = 512;        // keys, where a context is not longer than kMost of them
-constexpr int64_t kMost = 16;            // segments of a context
-constexpr int64_t kStateFloats = 32768;  // of one task: Q and output rows that stay in cache
+constexpr int64_t kQueryRows = 128;      // target number of query rows (M) of a tile
+constexpr int64_t kSegment = 512;        // keys of a segment, in contexts of up to kMost segments
+constexpr int64_t kMost = 16;            // most segments of a context
+constexpr int64_t kStateFloats = 32768;  // floats of Q and outputs of a task that stay in cache
 
 struct Plan {
   std::vector<Tile> tiles;
-  std::vector<size_t> split;  // first tiles of the split ones
+  std::vector<size_t> split;  // index of the first part of each split tile
   int64_t heads_per_task, head_tasks;
   Partial partial;
 };
 
-// Keys of a segment for a query at a position: it follows from nothing else.
+// Number of keys of a segment for a query at a position. It must depend on nothing else.
 int64_t segment_at(int64_t position) {
   int64_t segment = kSegment;
   while (position >= kMost * segment) segment *= 2;
   return segment;
 }
 
-// Cuts rows into tiles, whose queries have segments of one size. A token's result is the same, bit
-// for bit, in every batch and chunk and on every number of threads.
+// Cuts rows into tiles; all queries of a tile have segments of one size. A token's result is the
+// same, bit for bit, in every batch and chunk and on every number of threads.
 Plan plan(const Attention& job) {
   Plan p;
   const int64_t group = job.heads / job.pool.kv_heads;
@@ -109,7 +109,7 @@ void attend(const Attention& job) {
 }
 
 AttentionAttributes check_attributes(const Operands& in, int layer) {
-  // Both attention ops have these seven in this order, from `layer` on.
+  // Both attention ops have these seven attributes in this order, from `layer` on.
   static_assert(KVG_PAGED_ATTENTION_ATTR_CHUNKED - KVG_PAGED_ATTENTION_ATTR_LAYER == 6 &&
                 KVG_UPDATE_AND_ATTEND_ATTR_CHUNKED - KVG_UPDATE_AND_ATTEND_ATTR_LAYER == 6);
   using ll = long long;

@@ -1,4 +1,4 @@
-// Attention of ragged rows over their pages, flash-style: keys stream by once, in tiles.
+// Attention of a ragged batch over its pages, as in FlashAttention: keys are read once, in tiles.
 #pragma once
 
 #include "cpu/check.h"
@@ -10,11 +10,11 @@ struct Attention {
   const kvg_call& call;
   Pool pool;
   Rows rows;
-  Rope rope;           // of Q
+  Rope rope;           // applied to Q
   const char* q;       // [T, N, D]
   char* out;           // [T, N, v_head_dim]
   const float* sinks;  // [N] or nullptr
-  int32_t dtype;       // of q and out
+  int32_t dtype;       // kvg_dtype of q and out
   int64_t heads, v_head_dim;
   int64_t window;  // 0: none
   bool chunked;    // windows begin at multiples of their length
@@ -22,18 +22,19 @@ struct Attention {
   bool causal;
 };
 
-// The attributes that attention ops share, checked. `layer` is the number of the first of them.
+// The attributes that attention ops share, checked.
 struct AttentionAttributes {
   int64_t layer, window, v_head_dim;
   float scale, softcap;
   bool causal, chunked;
 
-  // Positions before its row's first new token that an attention may look at; < 0: all.
+  // Number of positions before a row's first new token that attention may read; < 0: all.
   int64_t reach() const { return window ? window - 1 : -1; }
 };
+// `layer`: index of attribute layer, the first of them.
 AttentionAttributes check_attributes(const Operands& in, int layer);
 
-// Query heads that share a kv head must be equally many.
+// Refuses unless all kv heads serve the same number of query heads.
 void check_heads(const Operands& in);
 
 void attend(const Attention& job);

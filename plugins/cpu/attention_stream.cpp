@@ -1,8 +1,9 @@
-// Decision: K and V are read in the order in which they lie, a step of a few keys of all heads at a
-// time, and while a step is multiplied memory is asked for the next one, line after line, evenly: a
-// core waits for few lines at once, drops what a burst asks for beyond them, and its own prefetchers
-// do not follow reads that products interrupt. Measured on Zen 5 (8 rows of 4,096 keys, 8 kv heads
-// of 128, bfloat16, one thread): 23 GB/s of the 36 that it reads; 19 in bursts, 8 unasked.
+// Decision: K and V are read in the order in which they are stored, a step of a few keys of all
+// heads at a time. While a step is multiplied, the lines of the next one are prefetched evenly: a
+// core can wait for few lines at once, drops the prefetches of a burst beyond them, and its own
+// prefetchers do not follow reads that products interrupt. Measured on Zen 5 (8 rows of 4,096 keys,
+// 8 kv heads of 128, bfloat16, one thread): 23 GB/s of the 36 that the core reads; 19 with bursts
+// of prefetches, 8 without any.
 #include "cpu/attention_stream.h"
 
 #include "cpu/attention_task.h"
@@ -73,7 +74,7 @@ class StreamTask : AttentionTask {
     return queries_ + (head - first_head_) * streams_.packed_size(rows_, D_);
   }
 
-  // Of K or V, [J].
+  // The scales of K or V of a head, [J].
   float* factors_of(int kind, int64_t head) const {
     return factors_ + (2 * (head - first_head_) + kind) * kKeys;
   }
@@ -90,8 +91,8 @@ class StreamTask : AttentionTask {
   }
 
   const StreamKernels& streams_;
-  const int64_t step_;  // keys at a time, of all heads
-  char* queries_;   // packed, of all heads
+  const int64_t step_;  // keys of all heads that are multiplied at a time
+  char* queries_;   // packed queries of all heads
   float* factors_;  // [heads, 2, J]
 };
 

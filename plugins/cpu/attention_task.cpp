@@ -56,7 +56,7 @@ void AttentionTask::end_segment() {
   has_joined_ = true;
 }
 
-// The keys that any query of the tile sees, and of them this part.
+// The keys of this part, among those that any query of the tile sees.
 Keys AttentionTask::part_keys() const {
   const int64_t first = keys_of(job_, tile_.row, position(tile_.begin)).first;
   const int64_t last = keys_of(job_, tile_.row, position(tile_.end - 1)).last;
@@ -92,7 +92,7 @@ void AttentionTask::find(int64_t first, int64_t end, KeyTile& tile) const {
 }
 
 void AttentionTask::weigh(int64_t head, const KeyTile& tile) {
-  for (int64_t row = 0; row < rows_; row += group_) {  // of one token
+  for (int64_t row = 0; row < rows_; row += group_) {  // the rows of one token
     const Keys seen = keys_of(job_, tile_.row, position(tile_.begin + row / group_));
     const int64_t begin = std::clamp<int64_t>(seen.first - tile.first, 0, tile.keys);
     const int64_t end = std::clamp<int64_t>(seen.last - tile.first, begin, tile.keys);

@@ -1,5 +1,5 @@
-// What every task of attention has: a tile of queries of some kv heads, the keys of its part, the
-// softmax and the outputs. How K and V are multiplied is up to the classes derived from it.
+// The common base of attention tasks: a tile of queries of some kv heads, the keys of its part, the
+// softmax and the outputs. Derived classes multiply by K and V.
 //
 // Legend: M query rows of one kv head (tile of new tokens x its query heads, token-major), D
 // head_dim, E v_head_dim, J keys of a tile. Scores are in units of log2(e): weights are powers of 2.
@@ -13,9 +13,9 @@
 
 namespace kvg {
 
-constexpr int64_t kFewRows = 8;  // up to here K and V are multiplied as they are read
+constexpr int64_t kFewRows = 8;  // up to this many rows, K and V are multiplied as they are read
 
-// Whether sums of int8 products fit into 32 bits, and a key has one scale; of other pools: true.
+// Whether sums of int8 products fit into 32 bits and a key has one scale; true for other pools.
 inline bool fits_integers(const Pool& pool) {
   return pool.dtype != KVG_INT8 || (pool.head_dim <= 512 && pool.scales_per_head == 1);
 }
@@ -24,15 +24,15 @@ struct alignas(64) Line {
   float floats[16];
 };
 
-// Lines that `count` floats take.
+// Number of lines that `count` floats take.
 inline int64_t lines_of(int64_t count) { return (count + 15) / 16; }
 
-// Up to kKeys keys of a row, and where their first heads lie: [K or V][key]. Pointers beyond the
+// Up to kKeys keys of a row, and the addresses of their head 0: [K or V][key]. Pointers beyond the
 // last key repeat it.
 struct KeyTile {
   int64_t first = 0, keys = 0;
   const char* rows[2][kKeys];
-  const float* scales[2][kKeys];  // of a quantised pool
+  const float* scales[2][kKeys];  // for a quantised pool only
 };
 
 class AttentionTask {
@@ -40,10 +40,10 @@ class AttentionTask {
   AttentionTask(const Attention& job, Partial& partial, const Tile& tile, int64_t first_head,
                 int64_t last_head);
 
-  // Makes room for the outputs and scores, and for so much more, which is returned.
+  // Makes room for the outputs and scores, and for `lines` more, whose address is returned.
   Line* make_room(int64_t lines);
 
-  // take(head, row, q) for every query, rotated, as float32; q[D] is 0.
+  // Calls take(head, row, q) for every query, rotated, as float32; q[D] is 0.
   template <class Take>
   void each_query(Take&& take) const {
     const Dtype& type = dtype(job_.dtype);
@@ -64,14 +64,14 @@ class AttentionTask {
       }
   }
 
-  // Tiles begin at multiples of kKeys, whatever the first key is: weights of int8 are rounded by the
-  // largest of a tile.
+  // The first tile. Tiles begin at multiples of kKeys, whatever the first key is, because weights
+  // for int8 are rounded relative to the largest one of a tile.
   KeyTile first_tile() const {
     const Keys keys = part_keys();
     KeyTile tile;
     find(keys.first - keys.first % kKeys, keys.last, tile);
     const int64_t missing = keys.first % kKeys;
-    for (int kind : {0, 1}) {  // not seen, so perhaps not there
+    for (int kind : {0, 1}) {  // no query sees these keys, so their pages may be missing
       std::fill_n(tile.rows[kind], missing, tile.rows[kind][missing]);
       if (job_.pool.scales)
         std::fill_n(tile.scales[kind], missing, tile.scales[kind][missing]);
@@ -79,7 +79,7 @@ class AttentionTask {
     return tile;
   }
 
-  // body(tile, next) for every tile of the keys that any query sees, of this part, from `first` on.
+  // Calls body(tile, next) for every tile of this part's keys, from `first` on.
   template <class Body>
   void each_tile(const KeyTile& first, Body&& body) {
     const Keys keys = part_keys();
@@ -92,22 +92,22 @@ class AttentionTask {
     }
   }
 
-  // Keys of a step that reads about `size` bytes of so many heads, at least `fewest`; a tile holds a
-  // whole number.
+  // Number of keys of a step that reads about `size` bytes of `heads` heads, at least `fewest`. A
+  // tile has a whole number of steps.
   int64_t step_of(int64_t heads, int64_t size, int64_t fewest) const {
     int64_t keys = kKeys;
     while (keys > fewest && keys * heads * row_size_ > size) keys /= 2;
     return keys;
   }
 
-  // Keys of int8 whose sums are added at a time. Sums are rounded then, so that it is the same however
-  // many heads a task has: that depends on the batch and on the threads.
+  // Number of int8 keys whose exact sum is added to the output at a time. Adding rounds, so the
+  // number must not depend on the heads of a task, which depend on the batch and on the threads.
   int64_t keys_of_sum() const {
     return step_of(job_.pool.kv_heads, kernels_.streams[KVG_INT8]->step_size, 8);
   }
 
-  // body(head, first key, keys, what is read next) for every head of every `step` keys of K (0) or V
-  // (1); `after`: the rows that follow the tile's. Rows are read in the order in which they lie.
+  // Calls body(head, first key, number of keys, next rows) for every head of every `step` keys of K
+  // (kind 0) or V (1). `after`: the rows that follow the tile's. Rows are read in storage order.
   template <class Body>
   void each_step(const KeyTile& tile, int kind, int64_t step, const char* const* after,
                  Body&& body) const {
@@ -118,15 +118,15 @@ class AttentionTask {
     }
   }
 
-  // All heads of `step` rows.
+  // Prefetches of all heads of `step` rows.
   Ahead ahead_of(const char* const* rows, int64_t step) const {
     const int64_t begin = first_head_ * row_size_;
     return {rows, rows + step, begin, last_head_ * row_size_, begin};
   }
 
-  // The scores of a head become weights.
+  // Turns the scores of a head into weights.
   void weigh(int64_t head, const KeyTile& tile);
-  // Writes the outputs, or of a split tile its partials.
+  // Writes the outputs, or the partials of a split tile.
   void leave();
 
   int64_t heads() const { return last_head_ - first_head_; }
@@ -138,7 +138,7 @@ class AttentionTask {
   const Attention& job_;
   const int64_t first_head_, last_head_, group_, rows_, D_, E_;
   const int64_t size_;      // bytes of an element of the pool
-  const int64_t row_size_;  // bytes of K or V of a head of a key
+  const int64_t row_size_;  // bytes of K or V of one head of one key
   const int64_t block_;     // elements of a key that share a scale
 
  private:
@@ -156,10 +156,10 @@ class AttentionTask {
 
   Partial& partial_;
   const Tile& tile_;
-  const float scale_, softcap_;  // scale_ makes a dot product what the softmax takes
+  const float scale_, softcap_;  // factor and softcap of Kernels::weigh
   float *out_, *scores_;         // [heads, M, E], [heads, M, J]
   Softmax* softmax_;             // [heads, M]
-  float* joined_out_;            // of the segments before
+  float* joined_out_;            // joined outputs of earlier segments
   Softmax* joined_;
   bool has_joined_ = false;
 };

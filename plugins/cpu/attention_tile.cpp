@@ -8,11 +8,11 @@
 namespace kvg {
 namespace {
 
-constexpr int64_t kAhead = 32;  // lines that few rows ask for at once
+constexpr int64_t kAhead = 32;  // lines of a head that a step of few rows reads
 
-// Products of 16-bit words where the processor has them: of integers, or of bfloat16, since bfloat16
-// and float8 pools are no more precise than its queries and weights. With few rows too: a token's
-// result does not depend on how many come with it. Null: products are in float32.
+// Kernels with products of 16-bit words, if the processor has them: of integers, or of bfloat16,
+// which is as precise as bfloat16 and float8 pools. Few rows use them too, so that a token's result
+// does not depend on the number of rows. Null: products are in float32.
 const TileKernels* kernels_of(const Pool& pool) {
   return kernels().tiles[fits_integers(pool) ? pool.dtype : KVG_BFLOAT16];
 }
@@ -44,7 +44,7 @@ class TileTask : AttentionTask {
   }
 
  private:
-  // Floats of a query, or pairs of its words, in whole vectors.
+  // Size of a query: in floats, or in pairs of words, which fill whole vectors.
   int64_t query_size() const {
     return packed_kernels_ ? (D_ + kKeys - 1) / kKeys * (kKeys / 2) : D_;
   }
@@ -125,8 +125,8 @@ class TileTask : AttentionTask {
     }
   }
 
-  // Scales of the blocks of each key of a packed tile; null where there are none, or where they are
-  // for scores and weights, or were applied by a conversion.
+  // Scales of the blocks of each key, for packing a tile; null if there are none, or if they are
+  // applied to scores and weights, or were applied by a conversion.
   const float* const* scales_of(const KeyTile& tile, int kind, int64_t head) {
     if (!in_place_ || !job_.pool.scales || scales_after()) return nullptr;
     for (int64_t j = 0; j < kKeys; ++j)
@@ -134,7 +134,7 @@ class TileTask : AttentionTask {
     return scales_;
   }
 
-  // The one scale of each key of a packed tile; null where there is none, or blocks have their own.
+  // The only scale of each key of a packed tile; null if there is none, or if each block has one.
   const float* factors_of(const KeyTile& tile, int kind, int64_t head, int64_t keys) {
     if (!scales_after()) return nullptr;
     load_factors(tile, kind, head, 0, 0, keys);
@@ -156,16 +156,16 @@ class TileTask : AttentionTask {
 
   int32_t read_as() const { return in_place_ ? job_.pool.dtype : KVG_FLOAT32; }
 
-  // The scales of the block at element `at` of a head, of `keys` keys.
+  // Loads the scales of `keys` keys for the block at element `at` of a head.
   void load_factors(const KeyTile& tile, int kind, int64_t head, int64_t at, int64_t first,
                     int64_t keys) {
     const int64_t block = head * job_.pool.scales_per_head + at / block_;
     for (int64_t j = 0; j < keys; ++j) factors_[j] = tile.scales[kind][first + j][block];
   }
 
-  // Points `rows` at `width` elements of each key: in the pool itself, or converted where the
-  // kernels do not read its dtype or many query rows share the conversion. Scales are applied to
-  // scores and weights, except where blocks are packed: there to the elements.
+  // Points `rows` at `width` elements of each key: in the pool itself, or converted if the kernels
+  // do not read its dtype or many query rows share the conversion. Scales are applied to scores and
+  // weights; if blocks of packed tiles have their own scales, to the elements.
   void read(const KeyTile& tile, int kind, int64_t head, int64_t width, int64_t first, int64_t keys,
             const void** rows) {
     for (int64_t j = 0; j < keys; ++j)
@@ -185,11 +185,11 @@ class TileTask : AttentionTask {
   }
 
   const TileKernels* const packed_kernels_;  // null: products are in float32
-  const int64_t step_;  // keys of a tile at a time, of all heads
+  const int64_t step_;  // keys of all heads that are multiplied at a time
   const bool in_place_;
-  uint32_t* packed_;  // a tile of K or V
+  uint32_t* packed_;  // packed tile of K or V
   float* q_;          // [heads, M, query_size()]
-  float* units_;      // of queries, [heads, M]
+  float* units_;      // units of the queries, [heads, M]
   float* converted_;  // [J, max(D, E)]
   float* part_;       // scores of a block, or weights times its scales, [M, J]
   float factors_[kKeys] = {};

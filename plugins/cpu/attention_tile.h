@@ -8,9 +8,9 @@
 
 namespace kvg {
 
-// New tokens [begin, end) of a row, and part `part` of the keys that they see. Parts of one tile
-// follow each other in the partials, from `partial` on. Keys are summed up in segments of so many,
-// which are joined in their order: in one task, or where each is a part.
+// New tokens [begin, end) of a row, and part `part` of the keys that they see. `partial`: index of
+// the part's first partial; the parts of a tile are adjacent there. Keys are processed in segments
+// of `segment`, joined in order: within a task, or, if each segment is a part, by the merge.
 struct Tile {
   int64_t row, begin, end, part, parts, partial, segment;
 };
@@ -28,18 +28,18 @@ inline Keys keys_of(const Attention& job, int64_t row, int64_t position) {
   return {first, job.causal ? position + 1 : job.rows.length(row)};
 }
 
-// What a split context's tasks leave for the merge: per query row, softmax state and output.
+// Results of the tasks of split contexts, for the merge: softmax state and output per query row.
 struct Partial {
   std::vector<float> floats;
-  int64_t stride;  // of one (tile part, query head): top, sum, E outputs
+  int64_t stride;  // floats of one query row of a tile part: top, sum, E outputs
 
   float* at(int64_t index) { return floats.data() + index * stride; }
 };
 
-// In units of log2(e); -infinity: none.
+// The sink of a query head, in units of log2(e); -infinity: none.
 float sink_of(const Attention& job, int64_t query_head);
 
-// Writes the output of kv heads [first_head, last_head), or of a split tile its partials.
+// Writes the output of kv heads [first_head, last_head), or the partials of a split tile.
 void attend_tile(const Attention& job, Partial& partial, const Tile& tile, int64_t first_head,
                  int64_t last_head);
 

@@ -30,7 +30,7 @@ void require_data(const char* op, const char* field, const void* pointer, size_t
 
 namespace {
 
-// `fits` says whether the attribute may be what it is in float32.
+// Returns an attribute as float32; `fits` says whether that value is allowed.
 template <class Fits>
 float narrowed(const Operands& in, int attribute, const char* expected, Fits&& fits) {
   const double value = in.real(attribute);
@@ -64,15 +64,10 @@ using ll = long long;
 // Up to these, sizes and strides made of extents fit 64 bits.
 constexpr int64_t kMostExtent = int64_t{1} << 40, kMostElements = int64_t{1} << 48;
 
-const char* dtype_name(int32_t code) {
-  constexpr int32_t known = sizeof KVG_DTYPE_NAMES / sizeof *KVG_DTYPE_NAMES;
-  return code >= 0 && code < known ? KVG_DTYPE_NAMES[code] : "an unknown dtype";
-}
-
 std::string allowed_names(uint32_t mask) {
   std::string names;
   for (int32_t code = 1; code < 32; ++code)
-    if (mask >> code & 1u) names += (names.empty() ? "" : " or ") + std::string(dtype_name(code));
+    if (mask >> code & 1u) names += (names.empty() ? "" : " or ") + std::string(kvg_dtype_name(code));
   return names;
 }
 
@@ -100,7 +95,7 @@ void check_frame(const kvg_op& op, const kvg_call* call) {
   require_data(op.name, "attributes", call->attributes, attributes);
 }
 
-// One walk over an op's operands: what was bound by which operand so far.
+// A walk over an op's operands, with the operand that first bound each dim and type variable.
 struct Walk {
   const kvg_op& op;
   const kvg_call& call;
@@ -146,13 +141,13 @@ struct Walk {
     const int32_t given = call.operands[index].dtype;
     if (given < 0 || given > 31 || !(spec.dtypes >> given & 1u))
       refuse("%s: %s: expected dtype %s, got %s", op.name, spec.name,
-             allowed_names(spec.dtypes).c_str(), dtype_name(given));
+             allowed_names(spec.dtypes).c_str(), kvg_dtype_name(given));
     if (!spec.type_variable) return;
     int& owner = type_owner[spec.type_variable];
     if (owner < 0) owner = index;
     if (call.operands[owner].dtype != given)
       refuse("%s: %s: expected dtype %s of %s, got %s", op.name, spec.name,
-             dtype_name(call.operands[owner].dtype), op.operands[owner].name, dtype_name(given));
+             kvg_dtype_name(call.operands[owner].dtype), op.operands[owner].name, kvg_dtype_name(given));
   }
 
   void dim(int index, int axis) {
@@ -258,7 +253,7 @@ Pool check_pool(const Operands& in, int kv_blocks, int kv_scales, int64_t layer,
   const bool quantized = quantized_max(stored) > 0;
   if (quantized != in.has(kv_scales))
     refuse("%s: kv_scales: expected %s with a pool of dtype %s, got %s", op,
-           quantized ? "scales" : "none", dtype_name(stored), quantized ? "none" : "scales");
+           quantized ? "scales" : "none", kvg_dtype_name(stored), quantized ? "none" : "scales");
   const int64_t groups = in.dims[KVG_DIM_SCALES_PER_HEAD];
   if (quantized && (groups < 1 || groups > width || width % groups || v_head_dim % (width / groups)))
     refuse("%s: kv_scales: dim scales_per_head: expected groups that divide head_dim %lld and "

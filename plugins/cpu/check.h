@@ -1,4 +1,4 @@
-// Everything that a kernel relies on, checked before it writes anything.
+// Checks of everything that a kernel relies on, made before it writes anything.
 #pragma once
 
 #include <cstdint>
@@ -11,15 +11,15 @@
 
 namespace kvg {
 
-// The sentence with which an op refuses its operands.
+// An exception with the sentence with which an op refuses its operands.
 struct Refusal : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
 [[noreturn]] __attribute__((format(printf, 1, 2))) void refuse(const char* format, ...);
 
-// Refuses a null pointer to what has `count` numbers or records, unless that is 0, and an address
-// that is no multiple of `alignment`.
+// Refuses a null pointer to `count` numbers or records, unless `count` is 0, and an address that is
+// no multiple of `alignment`.
 void require_data(const char* op, const char* field, const void* pointer, size_t count,
                   size_t alignment);
 
@@ -29,7 +29,7 @@ void require_data(const char* op, const char* field, const T* pointer, size_t co
 }
 
 // A call whose operands fit the op's table: each dim has one extent, each type variable one dtype,
-// each given output of an aliased input has its address.
+// and each given output that aliases an input has the input's address.
 struct Operands {
   const kvg_op& op;
   const kvg_call& call;
@@ -43,14 +43,14 @@ struct Operands {
   }
   int64_t integer(int attribute) const { return call.attributes[attribute].i; }
   double real(int attribute) const { return call.attributes[attribute].f; }
-  // Of an attribute that must be so in float32, where none but 0 may be 0.
+  // An attribute as float32. Refuses one that is not finite there, or that becomes 0 but is not.
   float finite(int attribute) const;
-  float at_least_0(int attribute) const;  // and finite
+  float at_least_0(int attribute) const;  // also finite
 };
 
 Operands check(const kvg_op& op, const kvg_call* call);
 
-// Where the rows of a ragged batch lie. Row b: new tokens [offsets[b], offsets[b + 1]) of T, at
+// The rows of a ragged batch. Row b: new tokens [offsets[b], offsets[b + 1]) of T, at
 // positions [cached[b], cached[b] + new tokens) of the row; position p in page pages[b][p / S].
 struct Rows {
   const int32_t *offsets, *cached, *table;
@@ -72,22 +72,22 @@ Rows check_rows(const Operands& in, int first_index, int64_t reach);
 // One layer of the pool, K then V. Strides are in elements.
 struct Pool {
   char* data;
-  float* scales;  // nullptr: stored as it is
+  float* scales;  // nullptr: not quantised
   int32_t dtype;
   int64_t kv_heads, head_dim, scales_per_head;
   int64_t token_stride, kind_stride, page_stride, layer_offset;
 
-  // Elements before head 0 of a token; kind 0 K, 1 V. Pools pass 2^31 elements.
+  // Elements before head 0 of a token; kind 0: K, 1: V. A pool may exceed 2^31 elements.
   int64_t at(int64_t page, int64_t offset, int kind) const {
     return page * page_stride + kind * kind_stride + layer_offset + offset * token_stride;
   }
 };
 
-// Checks the layer, the kinds and the scales. `v_head_dim` is the width of V's rows.
+// Returns the pool after it checked layer, kinds and scales. `v_head_dim`: the width of V's rows.
 Pool check_pool(const Operands& in, int kv_blocks, int kv_scales, int64_t layer,
                 int64_t v_head_dim);
 
-// Runs an entry point's body: 0, or 1 with the refusal's sentence in `message`.
+// Runs an entry point's body. Returns 0, or 1 with the refusal's sentence in `message`.
 template <class Body>
 int32_t entry(char* message, size_t message_size, Body&& body);
 

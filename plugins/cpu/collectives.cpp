@@ -1,5 +1,5 @@
-// all_reduce and all_gather over shared memory: every rank writes its part once and reads all. Parts
-// are added in the order of the ranks, so that all ranks have the same bits.
+// all_reduce and all_gather of a group's ranks: every rank publishes its part once and reads all
+// parts. Parts are added in the order of the ranks, so that all ranks have the same bits.
 #include <algorithm>
 #include <cstring>
 
@@ -12,7 +12,7 @@ namespace kvg {
 namespace {
 
 constexpr size_t kBlock = 512;           // elements that are added at a time
-constexpr size_t kBlocksPerTask = 32;    // fewer are added before another thread has woken up
+constexpr size_t kBlocksPerTask = 32;    // fewer would be added before another thread wakes up
 
 // Adds the ranks' parts, and the residual, of up to kBlock elements from `at` on.
 void add(const Meeting& meeting, const Dtype& type, size_t at, size_t count, const char* residual,

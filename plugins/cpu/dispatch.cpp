@@ -1,4 +1,4 @@
-// Which instruction set's kernels this process runs.
+// Chooses the instruction set of the kernels that this process runs.
 #include <cstdlib>
 #include <string>
 
@@ -42,7 +42,7 @@ struct Isa {
   const char* name;
   const Kernels& kernels;
   const LinearKernels& linear;
-  bool (*runs)();  // on this processor
+  bool (*runs)();  // whether this processor runs it
 };
 
 #if defined(KVG_X86)
@@ -60,7 +60,7 @@ bool avx512_bf16_runs() {
 
 bool always() { return true; }
 
-// The best first.
+// All instruction sets, best first.
 const Isa kAll[] = {
 #if defined(KVG_AMX)
     {"amx", avx512_bf16::kKernels, amx::kLinearKernels,
@@ -75,7 +75,7 @@ const Isa kAll[] = {
 #endif
 };
 
-// Names, in order: of all, or of those that run here.
+// Names of all instruction sets, or of those that run here, in order.
 std::string names(bool that_run) {
   std::string list;
   for (const Isa& isa : kAll)
@@ -94,7 +94,7 @@ const Isa& choose(const std::string& wanted) {
 }
 
 const Isa& chosen() {
-  static const std::string wanted = [] {  // read once, also where it is refused
+  static const std::string wanted = [] {  // read once, even if it is refused
     const char* found = std::getenv("KVGRAPH_CPU_ISA");
     return std::string(found ? found : "");
   }();

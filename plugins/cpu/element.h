@@ -1,4 +1,4 @@
-// One element of every stored dtype to and from float32; rounding is to nearest, ties to even.
+// Converts one element of every stored dtype to and from float32; rounds to nearest, ties to even.
 // Compiled once per instruction set (kernels.cpp). Branch-free, so that loops over it vectorise.
 #pragma once
 
@@ -50,7 +50,7 @@ struct Small {
 
   static Word encode(float x) {
     const uint32_t u = bits_of(x), magnitude = u & 0x7fffffffu;
-    // Adding a number whose last bit weighs as much as ours rounds in the floating-point unit.
+    // Adding a number whose last bit has the weight of the result's last bit rounds in hardware.
     const float round = power_of_two(1 - Bias - Mantissa + 23);
     const uint32_t tiny = bits_of(float_of(magnitude) + round) - bits_of(round);
     const uint32_t rebiased = magnitude - (static_cast<uint32_t>(127 - Bias) << 23);
@@ -86,7 +86,7 @@ struct BFloat16 {
 struct Int8 {
   using Word = int8_t;
   static float decode(int8_t x) { return static_cast<float>(static_cast<int32_t>(x)); }
-  static int8_t encode(float x) {  // a NaN stores 0: its scale is NaN and says so
+  static int8_t encode(float x) {  // a NaN is stored as 0: its scale is NaN
     const float bounded = x > -128.0f ? (x < 127.0f ? x : 127.0f) : (x == x ? -128.0f : 0.0f);
     return static_cast<int8_t>(static_cast<int32_t>(std::nearbyintf(bounded)));
   }

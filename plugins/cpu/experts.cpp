@@ -1,8 +1,8 @@
 // A mixture of experts: rows are sorted by expert, so that each expert's weights are read once for
-// all its rows; then each row's results are weighed and summed, and the residual is added. A turn
-// without an expert (-1), which another rank has, is left out.
+// all its rows; then each row's results are weighted and summed, and the residual is added. An
+// index of -1 (an expert of another rank) is skipped.
 //
-// Legend: S slots, a row's turn at one of its experts; they lie by expert, then by row.
+// Legend: S slots. A slot is a row at one of its experts; slots are sorted by expert, then by row.
 #include <algorithm>
 #include <cstring>
 #include <vector>
@@ -16,12 +16,12 @@ namespace {
 
 using ll = long long;
 
-// Rows are worked on in blocks whose slots take about so much, whatever the step.
+// Rows are processed in blocks whose slots take about this many bytes, whatever the step's size.
 constexpr int64_t kBlockBytes = 64 << 20;
 constexpr int32_t kNone = -1;
 
 struct Experts {
-  Linear up, down;  // of the first expert, without rows
+  Linear up, down;  // weights of the first expert, without rows
   Gate gate;
   const float* x;          // M x width
   const int32_t* indices;  // M x active
@@ -31,11 +31,11 @@ struct Experts {
   int64_t rows, width, inner, active, count;
 };
 
-// Memory of one call, on the thread that made it: kept for the next call.
+// Memory of one call, which the calling thread keeps for its next call.
 struct Kept {
-  std::vector<int64_t> first;  // [count + 1]: an expert's slots
+  std::vector<int64_t> first;  // [count + 1]: first slot of each expert, then the end
   std::vector<int64_t> place;  // M x active: slots; -1: none
-  std::vector<char> rows;      // prepared, of slots
+  std::vector<char> rows;      // prepared rows of slots
   std::vector<float> scales, inner, outer;
   std::vector<Linear> jobs;
 };
@@ -93,7 +93,7 @@ void check_indices(const Experts& op) {
              ll{op.count}, ll{op.indices[i]});
 }
 
-// How many slots there are.
+// Finds the slots, and returns their number.
 int64_t sort_by_expert(const Experts& op, Kept& kept) {
   const int64_t turns = op.rows * op.active;
   kept.first.assign(static_cast<size_t>(op.count + 1), 0);
@@ -109,7 +109,7 @@ int64_t sort_by_expert(const Experts& op, Kept& kept) {
   return first[op.count];
 }
 
-// One job for each expert that has rows: `like`, with its weights and slots.
+// Makes a job for each expert that has rows: a copy of `like` with the expert's weights and slots.
 void make_jobs(const Linear& like, Kept& kept, int64_t stride, float* out, int64_t width) {
   kept.jobs.clear();
   for (size_t e = 0; e + 1 < kept.first.size(); ++e) {

@@ -1,4 +1,4 @@
-// What joins gate and up of a gated layer, for linear_kernels.cpp. NaN stays NaN.
+// Joins gate and up of a gated layer (linear.h), for linear_kernels.cpp. NaN stays NaN.
 #pragma once
 
 #include <cmath>
@@ -13,7 +13,7 @@ inline float sigmoid(float x) {
   return (x < 0 ? power : 1.0f) / (1.0f + power);
 }
 
-// gate = activation(gate) * up, of kColumns columns.
+// Sets gate to activation(gate) * up, limited and offset by the Gate, in kColumns columns.
 inline void join(const Gate& by, float* gate, const float* up) {
   const float most = by.limit, alpha = by.alpha;
   const auto at_most = [&](float x) { return x > most ? most : x; };

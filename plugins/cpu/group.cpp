@@ -23,15 +23,16 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-// Another rank that computes at the same time is this near: sleeping costs more than waiting.
+// Time to spin before sleeping: ranks that compute at the same time differ by less, and sleeping
+// costs more.
 constexpr auto kSpin = std::chrono::microseconds(100);
-constexpr auto kSleep = std::chrono::milliseconds(20);  // until the other rank is looked at again
+constexpr auto kSleep = std::chrono::milliseconds(20);  // until the other rank is checked again
 
 // How long ranks on several hosts may take to tell each other why a step fails, or that they wait.
 constexpr auto kAnswer = std::chrono::milliseconds(1500);
 
-// What a rank says of the pieces that it has published: how many, and the bytes of the last two,
-// by the lowest bit of their number. It may have gone on to the next piece before this one is read.
+// The pieces that a rank has published: how many, and the bytes of the last two, indexed by the
+// lowest bit of their number: a rank may publish the next piece before this one is read.
 struct alignas(64) Line {
   std::atomic<uint32_t> calls;
   std::atomic<uint32_t> sleepers;
@@ -40,8 +41,8 @@ struct alignas(64) Line {
 
 struct Shared {
   Line lines[KVG_MOST_RANKS];
-  alignas(64) std::atomic<uint32_t> broken;  // as kvg_cpu_group_broken has it; set once, for all
-  Heard heard;                               // by a rank that gathers
+  alignas(64) std::atomic<uint32_t> broken;  // as in kvg_cpu_group_broken; set once, for all ranks
+  Heard heard;                               // used by a rank that gathers
 };
 
 static_assert(std::atomic<uint64_t>::is_always_lock_free && sizeof(std::atomic<uint32_t>) == 4,
@@ -106,7 +107,7 @@ void mark_broken(const kvg_group& group, int32_t rank, uint32_t reason) {
   for (int32_t i = 0; i < group.size; ++i) wake_all(all.lines[i].calls);
 }
 
-// Why a group that gathers fails, by what the others said until now; 0: it does not.
+// Returns why a group that gathers fails, from the messages received so far; 0: it does not.
 uint32_t heard_of(const kvg_group& group) {
   Shared& all = shared(group);
   if (all.broken.load() == 0)
@@ -115,7 +116,7 @@ uint32_t heard_of(const kvg_group& group) {
   return all.broken.load();
 }
 
-// The thread's group; refuses unless it is one of `ranks`.
+// The thread's group; refuses unless it has `ranks` ranks.
 kvg_group& entered(const char* op, int64_t ranks) {
   const auto count = static_cast<long long>(ranks);
   if (!t_group)
@@ -167,13 +168,13 @@ void Meeting::wait_for(int32_t rank, size_t bytes) {
         pause_briefly();
         continue;
       }
-      // A rank that ended just after it had published is not missing.
+      // A rank that ended just after it published is not missing.
       if (has_ended(group_, rank) && !there(line.calls.load())) fail(rank, KVG_RANK_ENDED);
       if (Clock::now() > deadline) fail(rank, KVG_RANK_LATE);
       ++line.sleepers;
       if (!there(line.calls.load())) sleep_on(line.calls, calls);
       --line.sleepers;
-      turns = 63;  // looks at all of it again
+      turns = 63;  // the next turn checks everything again
     }
     group_.waited_ns += static_cast<uint64_t>(
         std::chrono::duration_cast<std::chrono::nanoseconds>(Clock::now() - start).count());

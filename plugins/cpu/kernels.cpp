@@ -1,6 +1,6 @@
-// Compiled once per instruction set, with KVG_ISA naming it. Nothing but plain loops and headers of
-// that namespace in here: a template of the standard library instantiated with wide instructions
-// could be the copy that the linker keeps for everyone.
+// Compiled once per instruction set, with KVG_ISA naming it. This file has only plain loops and
+// headers of that namespace: the linker keeps one copy of a template of the standard library, which
+// could be one with wide instructions.
 #include "cpu/kernels.h"
 
 #include <cstring>
@@ -15,7 +15,7 @@ namespace {
 
 // ---- scores and weighted sums of a tile -------------------------------------------------------
 
-// Query rows that a block takes together: with 4 keys each, what fits into the registers.
+// Query rows of a block: with 4 keys each, their sums fit into the registers.
 #if defined(__AVX512F__)
 constexpr int kRows = 4;
 #else
@@ -86,7 +86,7 @@ void dot(const float* q_MD, const void* const* key_J, int32_t dtype, float* s_MJ
   dot_of<Float16>(q_MD, key_J, s_MJ, rows, width, stride, keys);
 }
 
-// Rows x Keys weighted rows at a time, added to the output.
+// Adds Keys value rows to Rows output rows, with a weight for each pair.
 template <class Element, int Rows, int Keys>
 void add_block(const float* p_MJ, const void* const* value_J, float* out_ME, int64_t width,
                int64_t stride) {
@@ -151,7 +151,7 @@ void scale(float* x, float factor, int64_t count) {
   for (int64_t i = 0; i < count; ++i) x[i] *= factor;
 }
 
-// Makes `other` the top if it is larger: what weights relative to the old top are worth now.
+// Makes `other` the top if it is larger. Returns the factor of weights relative to the old top.
 float raise(Softmax* state, float other) {
   const float before = state->top;
   state->top = other > before ? other : before;
@@ -160,10 +160,10 @@ float raise(Softmax* state, float other) {
   return kept;
 }
 
-// Scores may pass the top by this much before it rises: until then weights do not wait for it.
+// Scores may exceed the top by this much before it rises: until then, weights do not wait for it.
 constexpr float kSlack = 8.0f;
 
-// Weighs four rows, of which the first `Rows` are there.
+// Weighs Rows rows, at most four; reductions over four vectors repeat the last row.
 template <int Rows>
 void weigh_rows(float* s_MJ, int64_t begin, int64_t end, float factor, float softcap,
                 Softmax* state_M, float* out_ME, int64_t width) {
@@ -225,7 +225,7 @@ void weigh(float* s_MJ, int64_t rows, int64_t begin, int64_t end, float factor, 
 }
 
 void join(Softmax* state, float* out_E, Softmax other, const float* other_E, int64_t width) {
-  if (other.top == -kInfinity && other.sum == 0) return;  // saw no key
+  if (other.top == -kInfinity && other.sum == 0) return;  // it saw no key
   const float kept = raise(state, other.top);
   const float weight = exp2_of_negative(other.top - state->top);
   state->sum += weight * other.sum;

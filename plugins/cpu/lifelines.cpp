@@ -36,9 +36,9 @@ uint32_t listen_to_all(const kvg_group& group, Heard& heard) {
         ended = KVG_RANK_ENDED << 16 | static_cast<uint32_t>(rank);
         break;
       }
-      if (count < 2) break;  // the rest is on its way
+      if (count < 2) break;  // the second byte has not arrived yet
       (void)!recv(group.exits[rank], said, sizeof said, MSG_DONTWAIT);
-      // What a rank says comes first: it may have ended since, because of that.
+      // A message counts more than the end of a rank, which may have ended because of what it says.
       if (said[0] != kWaiting) return static_cast<uint32_t>(said[0]) << 16 | said[1];
       heard.at[rank].store(said[1]);
       heard.waiting |= uint64_t{1} << rank;

@@ -1,5 +1,5 @@
-// What ranks of several hosts tell each other on the sockets between them: two bytes, what and of
-// whom. A socket that ends is the end of its rank.
+// Messages of two bytes between ranks of several hosts, on the sockets between them: a
+// kvg_group_fault and a rank, or kWaiting and a piece. A closed socket is the end of its rank.
 #pragma once
 
 #include <atomic>
@@ -9,25 +9,26 @@
 
 namespace kvg {
 
-// Beyond kvg_group_fault: waits in the collective of this number (its lowest 8 bits).
+// A message besides kvg_group_fault: the sender waits for the piece of this number (lowest 8 bits).
 constexpr uint8_t kWaiting = 16;
 
-// Of one process: what it has heard.
+// The kWaiting messages that a process has received.
 struct Heard {
-  std::atomic<uint64_t> waiting;           // bit i: rank i has said so
-  std::atomic<uint8_t> at[KVG_MOST_RANKS];  // where
+  std::atomic<uint64_t> waiting;           // bit i: rank i has sent one
+  std::atomic<uint8_t> at[KVG_MOST_RANKS];  // the piece that rank i waits for
 };
 
 void tell_all(const kvg_group& group, uint8_t what, uint8_t of);
 
-// Reads what has come. Why the group fails, as kvg_cpu_group_broken has it; 0: it does not.
+// Reads the messages that have arrived. Returns why the group fails, as kvg_cpu_group_broken does;
+// 0: it does not.
 uint32_t listen_to_all(const kvg_group& group, Heard& heard);
 
 struct Missing {
   int32_t count, first;
 };
 
-// The other ranks that have not said that they wait in collective `call`.
+// The other ranks that have not said that they wait for piece `call`: their number, and the first.
 Missing missing_from(const kvg_group& group, const Heard& heard, uint64_t call);
 
 }  // namespace kvg

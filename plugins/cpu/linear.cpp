@@ -53,7 +53,7 @@ void check_sections(const Operands& in, Linear& job) {
     refuse("linear: residual: expected none with %lld outputs", ll{job.num_sections});
 }
 
-// Prepared rows of one call, on the thread that made it: kept for the next call.
+// Prepared rows of one call; the calling thread keeps their memory for its next call.
 struct Prepared {
   std::vector<char> rows;
   std::vector<float> scales;

@@ -1,16 +1,16 @@
-// Linear layers over weights packed for the CPU: what linear.cpp and experts.cpp ask of one
-// instruction set.
+// Linear layers over weights packed for the CPU: the kernels of one instruction set, as linear.cpp
+// and experts.cpp call them.
 //
-// Legend: M rows, N output columns, K inputs padded to a multiple of kDepth. Weights lie in panels of
-// kColumns output columns; a panel's lines of 64 bytes follow each other along K, each with the same
-// few consecutive k of all its columns: 1 float32, 2 bfloat16, 4 int8, or 8 int4 (the low nibbles
-// are the first four). int4 is stored divided by a multiplier 1 to 16 for each column and group of
-// kGroup inputs, so that nibble times multiplier is an exact int8 under one scale for a column.
+// Legend: M rows, N output columns, K inputs padded to a multiple of kDepth. Weights are stored in
+// panels of kColumns output columns. A panel is a sequence of lines of 64 bytes along K, each with
+// the same few consecutive k of all columns: 1 float32, 2 bfloat16, 4 int8, or 8 int4 (the low
+// nibbles are the first four). int4 is stored divided by a multiplier 1 to 16 for each column and
+// group of kGroup inputs: nibble times multiplier is an exact int8 under one scale for a column.
 //
-// With groups, weights are what a checkpoint stores: codes of 4 or 8 bits, and a scale for each column
-// and `group` inputs. Pairs of a column's inputs are next to each other in 16 bits: code i of the low
-// (high) half of its word is input 2i (2i + 1). Rows are rounded to bfloat16. Groups of NVFP4 have a
-// scale in E4M3, and the column a factor of all its inputs.
+// With groups, weights are stored as in a checkpoint: codes of 4 or 8 bits, and a scale for each
+// column and `group` inputs. In a column's 32-bit word, code i of the low (high) half is input 2i
+// (2i + 1), so that pairs of inputs are in adjacent 16 bits. Rows are rounded to bfloat16. Groups
+// of NVFP4 have a scale in E4M3, and each column has a factor of all its inputs.
 #pragma once
 
 #include <cstddef>
@@ -21,14 +21,15 @@
 namespace kvg {
 
 constexpr int64_t kColumns = 16, kDepth = 64, kGroup = 32, kLineBytes = 64;
-// What an attribute may say of inputs: sizes made of them fit 64 bits.
+// Most inputs that an attribute may give: sizes computed from them fit 64 bits.
 constexpr int64_t kMostInputs = int64_t{1} << 40;
-constexpr int64_t kPair = 2;  // panels that are worked on together, gate and up of SwiGLU among them
+constexpr int64_t kPair = 2;  // panels that are computed together, such as gate and up of SwiGLU
 
-// What joins the halves of a gated layer: activation(min(gate, limit)) * (clamp(up, limit) + offset).
+// How the halves of a gated layer are joined:
+// activation(min(gate, limit)) * (clamp(up, -limit, limit) + up_offset).
 struct Gate {
   int64_t activation;  // kSilu, kGelu or kGeluTanh
-  float alpha;         // of silu: x * sigmoid(alpha * x)
+  float alpha;         // silu is x * sigmoid(alpha * x)
   float limit;         // infinity: none
   float up_offset;
 };
@@ -38,7 +39,7 @@ constexpr int64_t kSilu = KVG_ACTIVATION_SILU, kGelu = KVG_ACTIVATION_GELU,
 constexpr int64_t kIntegers = KVG_CODES_INTEGERS, kE2m1 = KVG_CODES_E2M1, kE4m3 = KVG_CODES_E4M3,
                   kInt8 = KVG_CODES_INT8, kNvfp4 = KVG_CODES_NVFP4;
 constexpr int64_t code_bits(int64_t codes) { return codes == kE4m3 || codes == kInt8 ? 8 : 4; }
-// What a group's inputs are a multiple of.
+// The size of a group is a multiple of this.
 constexpr int64_t least_group(int64_t codes) { return codes == kNvfp4 ? 16 : kGroup; }
 
 struct Section {
@@ -49,25 +50,25 @@ struct Section {
 
 struct Linear {
   int64_t bits;                // 32, 16, 8 or 4
-  int64_t group, codes;        // inputs under one scale, and what they are; 0: none
+  int64_t group, codes;        // inputs under one scale (0: no groups), and the kind of their codes
   int64_t panels, depth;       // depth: K
   const char* lines;           // panels x line_count() lines
-  const uint8_t* multipliers;  // panels x K/kGroup x kColumns nibbles, less one each
-  const uint8_t* byte_scales;  // of E2M1 (exponents) and NVFP4 (E4M3): panels x group_count() x
-                               // kColumns
-  const int8_t* offsets;       // of integers in groups, added to each: as those; nullptr: none
-  const float* scales;         // panels x {scale, sum over K of the stored int8} x kColumns; of
-                               // groups: as byte_scales; of NVFP4: panels x kColumns
+  const uint8_t* multipliers;  // panels x K/kGroup x kColumns nibbles, each a multiplier less one
+  const uint8_t* byte_scales;  // scales of E2M1 (exponents) and NVFP4 (E4M3): panels x
+                               // group_count() x kColumns
+  const int8_t* offsets;       // added to integers of groups: shaped as byte_scales; nullptr: none
+  const float* scales;         // panels x {scale, sum over K of the stored int8} x kColumns; with
+                               // groups: shaped as byte_scales; NVFP4: panels x kColumns
   const float* bias;           // panels x kColumns; nullptr: none
   const float* residual;       // M x the only section's width; nullptr: none
-  const Gate* gate;            // panels alternate gate and up, which it joins; nullptr: they do not
+  const Gate* gate;            // joins panels, which alternate gate and up; nullptr: no gate
   Section sections[3];
   int64_t num_sections;
   const char* x;  // prepared rows, x_stride bytes apart
   int64_t x_stride, rows;
   const float* x_scales;  // M
 
-  int64_t line_count() const { return depth * bits / 32; }  // of a panel
+  int64_t line_count() const { return depth * bits / 32; }  // lines of a panel
   int64_t panel_bytes() const { return line_count() * kLineBytes; }
   int64_t scale_count() const { return !group ? 2 : codes == kNvfp4 ? 1 : group_count(); }
   int64_t group_count() const { return group ? (depth + group - 1) / group : depth / kGroup; }
@@ -76,11 +77,12 @@ struct Linear {
 struct LinearKernels {
   // Bytes of a prepared row.
   int64_t (*row_bytes)(const Linear& job);
-  // One row of `width` inputs, rounded to bfloat16, or to int8 under a scale of its own.
+  // Prepares a row of `width` inputs: as float32, or rounded to bfloat16, or to int8 with a scale.
   void (*prepare)(const Linear& job, const float* x, int64_t width, char* to, float* scale);
   // Bytes of scratch that `multiply` needs.
   int64_t (*scratch_bytes)(const Linear& job);
-  // Rows [row, row + rows) of the columns of a pair of panels (the last one may lack its second).
+  // Computes rows [row, row + rows) of the columns of a pair of panels; the last pair may have only
+  // one.
   void (*multiply)(const Linear& job, int64_t pair, int64_t row, int64_t rows, char* scratch);
 };
 

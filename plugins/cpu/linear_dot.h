@@ -1,8 +1,8 @@
-// One line of packed weights times one prepared row, for linear_kernels.cpp.
+// Products of a line of packed weights and a prepared row, for linear_kernels.cpp.
 //
-// Rows were prepared so that a step along K is one broadcast, of kStep bytes: one float32; with
-// native dot products the 2 bfloat16 or 4 uint8 of a line (int8 + 128, which the sums of the weights'
-// columns take back), else two float32 or four int16.
+// Rows are prepared so that the inputs of a line are kStep bytes to broadcast: one float32; with
+// native dot products 2 bfloat16 or 4 uint8 (int8 + 128, corrected by the sums of the weights'
+// columns), else two float32 or four int16.
 #pragma once
 
 #include <cstdint>
@@ -22,8 +22,8 @@
 
 namespace kvg::KVG_ISA {
 
-constexpr int kVectors = kColumns / kLanes;  // of a panel
-constexpr int64_t kAhead = 40;             // lines to ask memory for before they are read
+constexpr int kVectors = kColumns / kLanes;  // vectors of a panel's columns
+constexpr int64_t kAhead = 40;             // lines between the one read and the one prefetched
 constexpr int32_t kOffset = KVG_NATIVE_DOT ? 128 : 0;
 
 template <class T>
@@ -33,7 +33,7 @@ T read(const char* from) {
   return value;
 }
 
-// Rows of a tile, by the number of registers.
+// Most rows of a tile; the number of registers limits them.
 #if KVG_NATIVE_DOT
 constexpr int kTileRows = 12;
 #elif defined(__AVX512F__)
@@ -42,8 +42,8 @@ constexpr int kTileRows = 8;
 constexpr int kTileRows = 4;
 #endif
 
-// A kind of weights: kRows of a tile of one panel, and kPairRows of a pair's, beyond which its panels
-// take turns.
+// Kinds of weights. kRows: most rows of a tile of one panel. kPairRows: most rows of a tile of a
+// pair of panels; for more rows, its panels are computed one after the other.
 
 struct Whole {  // float32: one k a line
   using Sum = Vector;
@@ -124,7 +124,7 @@ struct Byte {  // int8: four k a line
   };
   static Line line(const char* from) {
     const Index w = read<Index>(from);
-    return {{(w << 24) >> 24, (w << 8) >> 24, (w << 16) >> 24, w >> 24}};  // as rows have them
+    return {{(w << 24) >> 24, (w << 8) >> 24, (w << 16) >> 24, w >> 24}};  // in the order of rows
   }
   static Sum add(Sum sum, const char* x, const Line& w) {
     for (int i = 0; i < 4; ++i) sum += w.k[i] * int32_t{read<int16_t>(x + 2 * i)};
@@ -133,19 +133,21 @@ struct Byte {  // int8: four k a line
 #endif
 };
 
-// What to fetch while a tile is computed: a line's address, and bytes to the next one's.
+// Prefetches while a tile is computed: the address of a line, and bytes to the next one's.
 struct Fetch {
   const char* at;
   int64_t step;
-  int64_t turn;      // at this line it goes on elsewhere
+  int64_t turn;      // at this line, prefetches continue at `then`
   const char* then;
 };
 
-// Rows x Panels sums over all lines, from `x` and the lines at `w`; rows of `out` are `width` apart.
+// Computes Rows x Panels sums over all lines, of rows from `x` on and panels from `w` on; rows of
+// `out` are `width` apart.
 template <class Kind, int Rows, int Panels>
 void tile(const char* x, int64_t stride, const char* w, int64_t panel_bytes, int64_t lines,
           Fetch fetch, typename Kind::Sum* out, int width) {
-  // Into the second level: a core waits for more lines there than in its first, which x fills.
+  // Prefetches go to the second-level cache: it can wait for more lines than the first level, which
+  // x fills.
   constexpr int kCache = 2;
   typename Kind::Sum sums[Rows][Panels * kVectors] = {};
   for (int64_t i = 0; i < lines; ++i, x += Kind::kStep, w += kLineBytes, fetch.at += fetch.step) {
@@ -170,7 +172,7 @@ void tile(const char* x, int64_t stride, const char* w, int64_t panel_bytes, int
   }
 }
 
-// body(Rows<rows>{}), for 1 to Most rows.
+// Calls body(Rows<rows>{}), for 1 to Most rows.
 template <int Most, class Body>
 void of_height(int64_t rows, Body&& body) {
   if (rows == Most) return body(Rows<Most>{});

@@ -1,9 +1,9 @@
-// Weights in groups, for linear_kernels.cpp: codes of 4 or 8 bits that name numbers, and a scale for
-// each column and group of inputs, as checkpoints store them.
+// Weights in groups, for linear_kernels.cpp: codes of 4 or 8 bits that stand for numbers, and a
+// scale for each column and group of inputs, as checkpoints store them.
 //
 // A group's products are summed from zero, then scaled and added: one order for any number of rows.
-// The factor of an NVFP4 column multiplies the whole sum. Without native dot products the numbers of a
-// panel become bfloat16, which holds them all, once for many rows.
+// The factor of an NVFP4 column multiplies the whole sum. Without native dot products, many rows
+// share one conversion of a panel's numbers to bfloat16, which represents them all exactly.
 #pragma once
 
 #include <algorithm>
@@ -14,8 +14,8 @@
 
 namespace kvg::KVG_ISA {
 
-// Rows of a tile of one panel and of a pair's: sums and those of a group fill the registers. Beyond
-// kCodeRows, tiles are of numbers in bfloat16.
+// Most rows of a tile of one panel and of a pair of panels: total sums and those of a group fill
+// the registers. For more than kCodeRows rows, codes are first converted to bfloat16.
 #if KVG_NATIVE_DOT
 constexpr int kGroupRows = 12, kGroupPairRows = 6;
 #elif defined(__AVX512F__)
@@ -27,7 +27,7 @@ constexpr int kGroupRows = 2, kGroupPairRows = 1, kCodeRows = 4;
 template <int64_t Value>
 using Constant = std::integral_constant<int64_t, Value>;
 
-// Inputs of each column in a line.
+// Number of inputs of each column in a line.
 constexpr int64_t line_inputs(int64_t codes) { return 32 / code_bits(codes); }
 
 constexpr float kFp4[16] = {0.0f,  0.5f,  1.0f,  1.5f,  2.0f,  3.0f,  4.0f,  6.0f,
@@ -38,8 +38,7 @@ constexpr float number(int64_t codes, int nibble) {
   return static_cast<float>(nibble < 8 ? nibble : nibble - 16);
 }
 
-// Numbers of E4M3 from the top bytes of words: 2^(e - 7) * (1 + m / 8), and where e is 0
-// 2^-6 * m / 8.
+// The E4M3 numbers in the top bytes of words: 2^(e - 7) * (1 + m / 8), or 2^-6 * m / 8 if e is 0.
 inline Vector of_e4m3(Words on_top) {
   const Words size = on_top & 0x7f000000u;
   const auto normal = as<Vector>((size >> 4) + (120u << 23));
@@ -53,19 +52,19 @@ inline Vector of_e4m3(Words on_top) {
 #if KVG_NATIVE_DOT
 
 constexpr int kPartInputs = 2;
-constexpr int64_t kInputBytes = 2;  // of a prepared row
+constexpr int64_t kInputBytes = 2;  // bytes of an input in a prepared row
 
 using Shorts = uint16_t __attribute__((vector_size(64)));
 using SignedShorts = int16_t __attribute__((vector_size(64)));
 
-// A float16 of the bits of an E4M3 is so much smaller.
+// A float16 made of the bits of an E4M3 number is smaller than it by this factor.
 constexpr float kHalfUnit = 256.0f;
-constexpr float kScaleUnit = kHalfUnit;  // of NVFP4
+constexpr float kScaleUnit = kHalfUnit;  // factor that NVFP4's scales lack
 
 template <int64_t Codes>
 struct Numbers {
-  static constexpr float kUnit = 1.0f;  // of a part
-  __m512i table;  // 16 of bfloat16, twice: the fifth bit of an index does not matter
+  static constexpr float kUnit = 1.0f;  // factor that a part lacks
+  __m512i table;  // 16 bfloat16 numbers, twice: the fifth bit of an index does not matter
 
   Numbers() {
     uint16_t both[32];
@@ -178,13 +177,13 @@ inline float input(const char* x, int64_t k) { return read<float>(x + 4 * k); }
 
 // ---- groups -------------------------------------------------------------------------------------
 
-// What the sums of a group are multiplied by: `at` counts columns of groups.
+// The factors of a group's sums. `at`: index of the first column, counted over all groups.
 template <int64_t Codes>
 Vector group_scale(const Linear& job, int64_t at) {
   if (Codes != kE2m1 && Codes != kNvfp4)
     return load(Float32{}, job.scales + at) * Numbers<Codes>::kUnit;
 #if KVG_NATIVE_DOT
-  if (Codes == kNvfp4) {  // in kScaleUnit
+  if (Codes == kNvfp4) {  // lacks the factor kScaleUnit
     const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(job.byte_scales + at));
     const __m256i wide = _mm256_slli_epi16(_mm256_cvtepi8_epi16(bytes), 7);
     return as<Vector>(_mm512_cvtph_ps(_mm256_and_si256(wide, _mm256_set1_epi16(~0x4000))));
@@ -197,7 +196,7 @@ Vector group_scale(const Linear& job, int64_t at) {
 
 inline Vector group_offset(const Linear& job, int64_t at) { return load(Int8{}, job.offsets + at); }
 
-// The sums of a prepared row's inputs by group.
+// Writes the sum of a prepared row's inputs for each group.
 inline void add_group_sums(const Linear& job, const char* x, char* to) {
   for (int64_t first = 0; first < job.depth; first += job.group, to += sizeof(float)) {
     float sum = 0;
@@ -206,7 +205,7 @@ inline void add_group_sums(const Linear& job, const char* x, char* to) {
   }
 }
 
-// Adds a group's sums, Rows x Panels, to those so far.
+// Scales a group's sums, Rows x Panels, and adds them to the total sums.
 template <int64_t Codes, bool HasOffsets, int Rows, int Panels>
 void add_group(const Linear& job, int64_t panel, int64_t g, const char* of_groups,
                Vector (&group)[Rows][Panels * kVectors], Vector (&sums)[Rows][Panels * kVectors]) {
@@ -226,7 +225,7 @@ void add_group(const Linear& job, int64_t panel, int64_t g, const char* of_group
   }
 }
 
-// Puts the sums of all groups, whose rows are `width` apart.
+// Writes the total sums to `out`, whose rows are `width` apart.
 template <int64_t Codes, int Rows, int Panels>
 void put_groups(const Linear& job, int64_t panel, Vector (&sums)[Rows][Panels * kVectors],
                 Vector* out, int width) {
@@ -240,7 +239,7 @@ void put_groups(const Linear& job, int64_t panel, Vector (&sums)[Rows][Panels * 
   }
 }
 
-// Rows x Panels sums; `x`: the first row, `of_groups`: the sums of its groups.
+// Computes Rows x Panels sums. `x`: the first row; `of_groups`: the sums of its groups.
 template <int64_t Codes, bool HasOffsets, int Rows, int Panels>
 void tile_of_groups(const Linear& job, int64_t panel, const char* x, const char* of_groups,
                     Vector* out, int width) {
@@ -274,7 +273,7 @@ void tile_of_groups(const Linear& job, int64_t panel, const char* x, const char*
   put_groups<Codes, Rows, Panels>(job, panel, sums, out, width);
 }
 
-// Sums of `rows` rows of a tile, rows x panels x kVectors.
+// Computes the sums of a tile of `rows` rows: rows x panels x kVectors.
 template <int64_t Codes, bool HasOffsets>
 void sum_groups(const Linear& job, int64_t panel, int64_t panels, int64_t row, int64_t rows,
                 Vector* out) {
@@ -294,7 +293,7 @@ void sum_groups(const Linear& job, int64_t panel, int64_t panels, int64_t row, i
 
 #if !KVG_NATIVE_DOT
 
-// The numbers of some lines in bfloat16, which holds them all: lines as `Half` has them.
+// Converts the numbers of some lines to bfloat16, exactly, in lines as `Half` reads them.
 template <int64_t Codes>
 void to_halves(const char* w, int64_t lines, char* to) {
   constexpr int kEach = line_inputs(Codes) / 2;
@@ -315,9 +314,10 @@ void to_halves(const char* w, int64_t lines, char* to) {
   }
 }
 
-inline int64_t half_bytes(const Linear& job) { return job.depth / 2 * kLineBytes; }  // of a panel
+// Bytes of a panel in bfloat16.
+inline int64_t half_bytes(const Linear& job) { return job.depth / 2 * kLineBytes; }
 
-// As tile_of_groups, of one panel's numbers in bfloat16 at `w`.
+// Does what tile_of_groups does, for one panel's numbers in bfloat16 at `w`.
 template <int64_t Codes, bool HasOffsets, int Rows>
 void tile_of_halves(const Linear& job, int64_t panel, const char* w, const char* x,
                     const char* of_groups, Vector* out, int width) {
@@ -333,7 +333,7 @@ void tile_of_halves(const Linear& job, int64_t panel, const char* w, const char*
   put_groups<Codes, Rows, 1>(job, panel, sums, out, width);
 }
 
-// As sum_groups, of numbers in bfloat16.
+// Does what sum_groups does, for numbers in bfloat16.
 template <int64_t Codes, bool HasOffsets>
 void sum_halves(const Linear& job, int64_t panel, int64_t panels, const char* w, int64_t row,
                 int64_t rows, Vector* out) {
@@ -349,7 +349,7 @@ void sum_halves(const Linear& job, int64_t panel, int64_t panels, const char* w,
 
 #endif
 
-// body(codes, has_offsets) of a job's, as constants.
+// Calls body(codes, has_offsets) with a job's values as constants.
 template <class Body>
 void by_codes(const Linear& job, Body&& body) {
   using std::false_type;

@@ -1,8 +1,8 @@
 // Compiled once per instruction set, as kernels.cpp is.
 //
-// A tile of a few rows x 1 or 2 panels stays in registers while it goes once along K. With AMX, kAmxRows
-// rows or more go by its tiles instead: they add bfloat16 in another order, so that a row's last
-// bits then depend on how many rows there are.
+// The sums of a tile of a few rows x 1 or 2 panels stay in registers during one pass along K. With
+// AMX, kAmxRows rows or more use its tiles instead. They add bfloat16 products in another order, so
+// that a row's last bits then depend on the number of rows.
 #include <algorithm>
 #include <cmath>
 #include <cstring>
@@ -23,13 +23,13 @@ namespace kvg::KVG_ISA {
 namespace {
 
 #if defined(KVG_AMX)
-constexpr int64_t kAmxRows = 16;  // a whole tile; not measured
+constexpr int64_t kAmxRows = 16;  // rows of a whole tile; not tuned by measurement
 static_assert(KVG_NATIVE_DOT, "tiles read rows as native dot products do");
 #endif
 
 // ---- from sums to outputs ---------------------------------------------------------------------
 
-// The values of one panel for one row, from its sums.
+// Computes the values of one panel for one row from its sums.
 void value(const Linear& job, int64_t panel, int64_t, const float* sums, float* to) {
   std::memcpy(to, sums, kColumns * sizeof(float));
   if (job.bias) {
@@ -58,7 +58,7 @@ const Section& section_of(const Linear& job, int64_t block) {
   return job.sections[i];
 }
 
-// Where a block of columns goes: the address of its row 0, and how many it has.
+// The outputs of a block of columns: addresses in row 0, width of a row, and number of columns.
 struct Place {
   float* out;
   const float* residual;
@@ -84,7 +84,7 @@ void put(const Place& place, int64_t row, const float* values) {
   }
 }
 
-// `sums`: rows x panels x kColumns.
+// Computes outputs from sums and writes them. `sums`: rows x panels x kColumns.
 template <class Number>
 void finish(const Linear& job, int64_t pair, int64_t panels, int64_t row, int64_t rows,
             const Number* sums) {
@@ -107,7 +107,7 @@ void finish(const Linear& job, int64_t pair, int64_t panels, int64_t row, int64_
 // ---- the entry points -------------------------------------------------------------------------
 
 #if defined(KVG_AMX)
-// As `run`, for kAmxRows or more; the rows that are left over have tiles of their own height.
+// Does what `run` does, for kAmxRows rows or more. The last tiles are as high as the rows left.
 template <class Number>
 void run_amx(const Linear& job, int64_t pair, int64_t panels, int64_t row, int64_t rows,
              const char* w, int64_t panel_bytes, int64_t lines) {
@@ -131,7 +131,8 @@ int64_t tile_count(int64_t rows) {
   return (rows + Most - 1) / Most;
 }
 
-// Rows in tiles of at most Most, as even as can be: sum(row, take, sums) for each, and its outputs.
+// Cuts rows into tiles of at most Most rows, as even as possible. For each tile, calls
+// sum(row, take, sums) and writes its outputs.
 template <int Most, class Sum, class Number, class Body>
 void by_tiles(const Linear& job, int64_t pair, int64_t panels, int64_t row, int64_t rows,
               Body&& sum) {
@@ -153,7 +154,7 @@ void run(const Linear& job, int64_t pair, int64_t panels, int64_t row, int64_t r
     if (rows >= kAmxRows)
       return run_amx<Number>(job, pair, panels, row, rows, w, panel_bytes, lines);
 #endif
-  // The first tile fetches its own lines; the others share the next pair's, which are read then.
+  // The first tile prefetches its own lines; the others share those of the next pair of panels.
   const int64_t ahead = lines < kAhead ? lines : kAhead, tiles = tile_count<Kind::kRows>(rows);
   const int64_t step = tiles > 1 ? kLineBytes / (tiles - 1) : 0;
   Fetch fetch{w + ahead * kLineBytes, kLineBytes, lines - ahead, next};
@@ -223,7 +224,7 @@ void multiply(const Linear& job, int64_t pair, int64_t row, int64_t rows,
   if (job.group) return run_groups(job, pair, panels, row, rows, scratch);
   const int64_t bytes = job.panel_bytes(), lines = job.line_count();
   const char* w = job.lines + first * bytes;
-  const char* next = w + panels * bytes;  // a hint: may be past the end
+  const char* next = w + panels * bytes;  // only prefetched: may be past the end
   if (job.bits == 32) return run<Whole, float>(job, pair, panels, row, rows, w, bytes, lines, next);
   if (job.bits == 16) return run<Half, float>(job, pair, panels, row, rows, w, bytes, lines, next);
   if (job.bits == 8) return run<Byte, int32_t>(job, pair, panels, row, rows, w, bytes, lines, next);
@@ -239,7 +240,7 @@ void multiply(const Linear& job, int64_t pair, int64_t row, int64_t rows,
 #endif
 }
 
-// Of a prepared row without the sums of its groups.
+// Bytes of a prepared row without the sums of its groups.
 int64_t input_bytes(const Linear& job) {
   if (job.bits == 32) return job.depth * Whole::kStep;
   if (job.bits == 16 || job.group) return job.depth * Half::kStep / 2;
@@ -281,7 +282,7 @@ void prepare_half(const float* x, int64_t width, int64_t depth, char* to) {
 
 void prepare_byte(int64_t bits, const float* x, int64_t width, int64_t depth, char* to,
                   float* scale) {
-  float largest = 0, odd = 0;  // odd: NaN where some input is NaN or infinite
+  float largest = 0, odd = 0;  // odd: NaN if some input is NaN or infinite
 #pragma omp simd reduction(max : largest) reduction(+ : odd)
   for (int64_t k = 0; k < width; ++k) {
     const float magnitude = x[k] < 0 ? -x[k] : x[k];

@@ -1,12 +1,12 @@
-// int4 weights, for linear_kernels.cpp: products of nibbles as they are stored, and nibbles as int8.
+// int4 weights, for linear_kernels.cpp: products of nibbles as stored, and conversion to int8.
 #pragma once
 
 #include "cpu/linear_dot.h"
 #include "cpu/vector.h"
 
-// Rows up to which nibbles are multiplied as they are stored. Beyond, a pair of panels becomes int8 once
-// for all rows. Without native dot products, products of bytes serve any number: rows are int8 then,
-// with a start of each group's sums.
+// Most rows for which nibbles are multiplied as they are stored; for more, a pair of panels is
+// converted to int8 once for all rows. With AVX2 but without native dot products, products of bytes
+// serve any number of rows, which are then int8, with a start value of each group's sums.
 #if KVG_NATIVE_DOT
 #define KVG_NIBBLE_ROWS 8
 #elif defined(__AVX2__)
@@ -42,7 +42,7 @@ inline Index multipliers(const uint8_t* from, int vector) {
 
 using Shorts = uint16_t __attribute__((vector_size(kLanes * 4)));
 
-// Of each pair of bytes the sum of its products, which must fit.
+// The sum of the two products of each pair of bytes, which must fit 16 bits.
 inline Shorts products(Words unsigned_bytes, Index signed_bytes) {
 #if defined(__AVX512F__)
   return as<Shorts>(
@@ -53,7 +53,7 @@ inline Shorts products(Words unsigned_bytes, Index signed_bytes) {
 #endif
 }
 
-// Of each pair of shorts, which are signed, the sum of its products.
+// The sum of the two products of each pair of signed shorts.
 inline Index products(Shorts a, Shorts b) {
 #if defined(__AVX512F__)
   return as<Index>(_mm512_madd_epi16(as<__m512i>(a), as<__m512i>(b)));
@@ -64,8 +64,8 @@ inline Index products(Shorts a, Shorts b) {
 
 inline Index everywhere(const char* from) { return Index{} + read<int32_t>(from); }
 
-// Has a sum in its register here. GCC otherwise computes products of several rows before it adds them,
-// for which AVX2 has too few registers: some go to memory and back.
+// Forces `sum` into a register here. Otherwise GCC computes products of several rows before it adds
+// them, for which AVX2 has too few registers, and spills some.
 template <class Sum>
 inline void settle(Sum& sum) {
 #if defined(__AVX2__) && !defined(__AVX512F__)
@@ -75,9 +75,10 @@ inline void settle(Sum& sum) {
 #endif
 }
 
-// Rows x one panel; rows of `out` are `width` apart. Nibbles are multiplied as 0 to 15: 8 more than they
-// are, which the starts take back. Sums may wrap around on their way, not at its end: a group has 16
-// products in each half of a column's word, each at most 8 * 127.
+// Computes the sums of Rows rows and one panel; rows of `out` are `width` apart. Nibbles are
+// multiplied as 0 to 15, 8 more than their value, which the start values correct. Intermediate sums
+// may wrap around, a group's final sums do not: a group has 16 products in each half of a column's
+// word, each at most 8 * 127.
 template <int Rows>
 void tile_of_nibbles(const char* x, int64_t stride, const char* w, const uint8_t* multiplier,
                      int64_t groups, Index* out, int width) {
@@ -125,8 +126,8 @@ void tile_of_nibbles(const char* x, int64_t stride, const char* w, const uint8_t
   }
 }
 
-// What a row's sums of groups start with, behind its `depth` bytes: in each half of a word -8 times its
-// inputs.
+// Writes the start values of a row's group sums, which follow its `depth` bytes: in each half of a
+// word, -8 times the sum of its inputs.
 inline void add_starts(const int8_t* x, int64_t depth, char* to) {
   for (int64_t first = 0; first < depth; first += kGroup, to += sizeof(int32_t)) {
     int16_t halves[2] = {};
@@ -140,7 +141,8 @@ inline void add_starts(const int8_t* x, int64_t depth, char* to) {
 
 #if KVG_NATIVE_DOT
 
-// As above. High nibbles are read as 16 times their value.
+// Does what the version above does, without start values: nibbles are signed, and multiplied as the
+// high bits of bytes, which are 16 times their value.
 template <int Rows>
 void tile_of_nibbles(const char* x, int64_t stride, const char* w, const uint8_t* multiplier,
                      int64_t groups, Index* out, int width) {
@@ -173,17 +175,17 @@ void tile_of_nibbles(const char* x, int64_t stride, const char* w, const uint8_t
 
 #if !KVG_NIBBLE_BYTES
 
-// A panel of nibbles as lines of int8, which nibble times multiplier is.
+// Converts a panel of nibbles to lines of int8: nibble times multiplier.
 inline void expand(const char* w, const uint8_t* multiplier, int64_t groups, char* to) {
   for (int64_t g = 0; g < groups; ++g, multiplier += kColumns / 2) {
 #if KVG_NATIVE_DOT
-    const Index wide = multipliers(multiplier, 0);  // of a column's 32 bits, then of both halves
+    const Index wide = multipliers(multiplier, 0);  // in a column's 32 bits, then in both halves
     const auto factor = as<__m512i>(wide | wide << 16);
     const __m512i byte = _mm512_set1_epi16(0xff);
     for (int i = 0; i < 4; ++i, w += kLineBytes) {
       __builtin_prefetch(w + kAhead * kLineBytes);
       const __m512i both = _mm512_loadu_si512(w);
-      const auto join = [&](__m512i even, __m512i odd) {  // both hold 16 bits with the sign on top
+      const auto join = [&](__m512i even, __m512i odd) {  // a nibble in the top 4 of 16 bits
         even = _mm512_mullo_epi16(_mm512_srai_epi16(even, 12), factor);
         odd = _mm512_mullo_epi16(_mm512_srai_epi16(odd, 12), factor);
         const __m512i line =

@@ -10,7 +10,7 @@ namespace {
 
 using ll = long long;
 
-// An operand, its name, and its extents and their names, counted from the last axis.
+// An operand with its name, extents and names of dims; axes are counted from the last one.
 struct Given {
   const Operands& in;
   int index;
@@ -85,15 +85,16 @@ void check_packed(const Given& weight, const Given& scales, const Given& group_b
   require_extent(group_bytes, 0, form.group ? kColumns : kColumns / 2);
 }
 
-// Rows that go along all panels before the next ones do: their inputs stay in the second-level cache.
+// Rows that are multiplied by all panels before the next rows: their inputs stay in the
+// second-level cache.
 constexpr int64_t kRowsPerBlock = 384;
-// Rows up to which weights are read in few long stretches, each in order; beyond, a pair of panels at
-// a time.
+// Up to this many rows, weights are read in few long stretches, each in order; for more rows, a
+// task is a pair of panels.
 constexpr int64_t kFewRows = 16;
-// Bytes of weights below which a product of few rows is done before another thread has woken up.
+// Below this many bytes of weights, a product of few rows is done before another thread wakes up.
 constexpr int64_t kBytesPerTask = 32768;
 
-// Rows [begin, end) of a job's, over pairs of panels [first, last).
+// Rows [begin, end) of a job, over pairs of panels [first, last).
 struct Task {
   size_t job;
   int64_t first, last, begin, end;
@@ -103,7 +104,7 @@ const std::vector<Task>& cut(const kvg_call& call, const Linear* jobs, size_t co
                              std::vector<Task>& tasks) {
   tasks.clear();
   const int64_t pairs = ceildiv(jobs[0].panels, kPair);
-  int64_t few = 0;  // pairs of the jobs of few rows
+  int64_t few = 0;  // pairs of panels of all jobs with few rows
   for (size_t j = 0; j < count; ++j) few += jobs[j].rows > kFewRows ? 0 : pairs;
   const int64_t least = std::max<int64_t>(1, kBytesPerTask / (kPair * jobs[0].panel_bytes()));
   const int64_t stretch =

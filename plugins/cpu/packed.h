@@ -11,28 +11,28 @@ namespace kvg {
 
 inline int64_t ceildiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-// How weights are stored, as a Linear says it.
+// How weights are stored: fields of a Linear.
 struct Form {
   int64_t bits, group, codes;
 };
 
-// The weight at operand `weight`, whose scales, bytes of groups and bias follow each other from
-// `scales` on, for `width` inputs, which are `of`'s: what a Linear says of them, of the first expert
-// where there are several. Throws a Refusal where they do not fit `form`.
+// Reads the weight at operand `weight` for `width` inputs; its scales, bytes of groups and bias are
+// the operands from `scales` on. `of`: names the inputs in a refusal. With several experts, the
+// result is the first one's weight. Throws a Refusal if an operand does not fit `form`.
 Linear read_packed(const Operands& in, int weight, int scales, const Form& form, int64_t width,
                    const char* of);
 
 // The same weights of another expert.
 Linear of_expert(Linear job, int64_t expert);
 
-// Bytes from one prepared row to the next, off the powers of two: rows of a tile lie in different sets
-// of the cache.
+// Bytes from one prepared row to the next: a line more than a row, which is often a power of two of
+// bytes, so that rows of a tile are in different sets of the cache.
 int64_t stride_of(const LinearKernels& run, const Linear& job);
 
-// Elements of rows that are prepared or summed before another thread has woken up.
+// Elements of rows that are prepared or summed before another thread wakes up.
 constexpr int64_t kElementsPerTask = 16384;
 
-// body(row) for each row, of `elements`.
+// Calls body(row) for each row, of `elements` elements.
 template <class Body>
 void for_rows(const kvg_call& call, int64_t rows, int64_t elements, Body&& body) {
   const int64_t chunk = std::max<int64_t>(1, kElementsPerTask / elements);
@@ -42,8 +42,8 @@ void for_rows(const kvg_call& call, int64_t rows, int64_t elements, Body&& body)
   });
 }
 
-// All products of some jobs, which have rows and panels of one size: cut so that threads end at one
-// time, whatever the rows of each job.
+// Computes the products of some jobs, whose rows and panels have one size. Tasks are cut so that
+// threads end at the same time, however many rows each job has.
 void multiply(const kvg_call& call, const LinearKernels& run, const Linear* jobs, size_t count);
 
 }  // namespace kvg

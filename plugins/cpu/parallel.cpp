@@ -35,7 +35,8 @@ void relax() {
 constexpr int kSpins = 2000;
 constexpr size_t kMaxThreads = 1024;
 
-// One job at a time; a second caller runs its tasks itself. Threads start with the first job.
+// A pool that runs one job at a time; a second caller runs its tasks itself. Threads start with the
+// first job.
 class Pool {
  public:
   void run(kvg_task fn, void* task, size_t count) {
@@ -80,7 +81,7 @@ class Pool {
     try {
       while (workers_.size() + 1 < threads_)
         workers_.emplace_back([this, seen = generation_.load()] { work(seen); });
-    } catch (const std::system_error&) {  // no more threads to be had: those that started do
+    } catch (const std::system_error&) {  // no more threads: uses those that started
       threads_ = workers_.size() + 1;
     }
   }
@@ -123,8 +124,8 @@ class Pool {
 
 std::atomic<Pool*> g_pool{nullptr};
 
-// The process's pool. Never destroyed: its threads may outlive static destructors. A forked child
-// has none of the threads, so it forgets the pool and makes its own.
+// The pool of this process. Never destroyed: its threads may outlive static destructors. A forked
+// child has none of the threads, so it forgets the pool and makes its own.
 Pool& pool() {
   Pool* existing = g_pool.load(std::memory_order_acquire);
   if (existing) return *existing;

@@ -1,4 +1,4 @@
-// Running independent tasks: on the host's threads where a call brings them, else on our own pool.
+// Runs independent tasks: on the host's threads if a call gives parallel_for, else on our own pool.
 #pragma once
 
 #include <atomic>
@@ -10,12 +10,12 @@
 
 namespace kvg {
 
-// Threads that `call`'s tasks can expect to run on.
+// Number of threads that the tasks of `call` can expect to run on.
 size_t parallelism(const kvg_call& call);
 
 void parallel_for(const kvg_call& call, kvg_task fn, void* task, size_t count);
 
-// A body as a task, which must not throw: its first exception is kept.
+// Wraps a body as a task, which must not throw; keeps the first exception.
 template <class Body>
 struct Guarded {
   explicit Guarded(Body& body) : body(body) {}
@@ -34,8 +34,8 @@ struct Guarded {
   std::exception_ptr first;
 };
 
-// body(index) for every index in [0, count), in any order. What it throws first is thrown here, once
-// all are done.
+// Calls body(index) for every index in [0, count), in any order. The first exception is thrown here
+// once all calls are done.
 template <class Body>
 void parallel_for(const kvg_call& call, size_t count, Body&& body) {
   Guarded<std::remove_reference_t<Body>> guarded(body);

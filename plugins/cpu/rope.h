@@ -17,7 +17,7 @@ struct Rope {
   void apply(float* x, int64_t position) const;
 };
 
-// Checks that the table covers every position that `rows` has a new token at.
+// Refuses unless the table covers every position at which `rows` has a new token.
 Rope check_rope(const Operands& in, int cos_sin, int64_t style, const Rows& rows);
 
 }  // namespace kvg

@@ -1,6 +1,7 @@
-// Weights in groups -> nibbles under the step of the least squared error, for compiles.
+// Rounds weights in groups to nibbles, with the step of least squared error; used by compiles.
 //
-// Compiled without contraction, with sums in one order: every processor gives the same bytes.
+// This file is built without fused multiply-add, and sums have a fixed order: every processor gives
+// the same bytes.
 #include <algorithm>
 #include <cstdint>
 #include <limits>
@@ -10,7 +11,7 @@
 
 namespace {
 
-constexpr int kLanes = 8;  // groups at a time, each in a lane of its own
+constexpr int kLanes = 8;  // groups at a time, each in one lane
 constexpr int64_t kMostWidth = 256, kMostTries = 256;
 constexpr float kLeast = -8, kMost = 7;
 constexpr float kNoFraction = 1.5f * (1 << 23);  // added to a small float: rounds it, ties to even
@@ -30,7 +31,7 @@ Floats squared_error(Floats x, Floats step) {
   return off * off;
 }
 
-// The first `count` lanes are groups.
+// Rounds `count` groups, each in one of the first lanes.
 void round_groups(const float* weights, const float* steps, int count, int64_t width, int64_t tries,
                   int8_t* nibbles, uint8_t* chosen) {
   Floats inputs[kMostWidth];
@@ -82,7 +83,7 @@ extern "C" int32_t kvg_cpu_round_groups(const float* weights, const float* steps
     for (size_t g = 0; g < groups; g += kLanes) {
       const auto count = static_cast<int>(std::min<size_t>(kLanes, groups - g));
       const auto group = static_cast<int64_t>(g);
-      if (count == kLanes)  // a constant: no loop over lanes is left
+      if (count == kLanes)  // a constant, so that loops over lanes are unrolled
         round_groups(weights + group * width, steps + group * tries, kLanes, width, tries,
                      nibbles + group * width, chosen + g);
       else

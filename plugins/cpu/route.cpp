@@ -1,5 +1,5 @@
-// Which experts a row takes, and what each weighs, from a router's logits. A row's numbers are worked
-// out in one order, whatever the threads and the other rows.
+// Chooses the experts of each row, and their weights, from a router's logits. A row is computed in
+// one order, whatever the threads and the other rows.
 //
 // Legend: M rows, E experts, A experts of a row, G groups of experts.
 #include <algorithm>
@@ -18,7 +18,7 @@ using ll = long long;
 enum Scores { kSoftmax, kSigmoid, kSoftmaxOfChosen };
 
 constexpr int64_t kMostExperts = 4096;  // a row's numbers are on the stack
-constexpr int64_t kElementsOfWork = 16;  // of a copy: what an expert's score costs, about
+constexpr int64_t kElementsOfWork = 16;  // cost of an expert's score, in copied elements, about
 
 struct Route {
   const char* logits;   // M x experts, of `type`
@@ -31,7 +31,7 @@ struct Route {
   float epsilon, least_total, scale;
 };
 
-// Numbers of one row: of its experts, and of its groups.
+// The numbers of one row, by expert; `best` by group.
 struct Row {
   float score[kMostExperts], key[kMostExperts], best[kMostExperts];
   int32_t order[kMostExperts];
@@ -97,11 +97,11 @@ float sigmoid(float x) {
   return (x < 0 ? smaller : 1.0f) / (1.0f + smaller);
 }
 
-// A NaN counts as the least: keys must have an order.
+// A NaN becomes -infinity, because keys must have an order.
 float number(float x) { return std::isnan(x) ? -kInfinity : x; }
 
-// The first `count` of `order` become the places of the largest keys, the largest first; of equal
-// ones, the first place.
+// Sets the first `count` of `order` to the indices of the largest keys, the largest first; of equal
+// keys, the lowest index first.
 void find_best(const float* key, int64_t places, int64_t count, int32_t* order) {
   std::iota(order, order + places, 0);
   std::partial_sort(order, order + count, order + places, [key](int32_t a, int32_t b) {
@@ -109,7 +109,7 @@ void find_best(const float* key, int64_t places, int64_t count, int32_t* order) 
   });
 }
 
-// Keys of experts outside a row's best groups become -infinity.
+// Sets the keys of experts outside a row's best groups to -infinity.
 void leave_groups(const Route& op, Row& row) {
   const int64_t size = op.experts / op.groups;
   for (int64_t g = 0; g < op.groups; ++g) {
@@ -124,7 +124,7 @@ void leave_groups(const Route& op, Row& row) {
     std::fill_n(row.key + row.order[i] * size, size, -kInfinity);
 }
 
-// Logits become scores.
+// Turns logits into scores.
 void score(const Route& op, float* x) {
   if (op.scores == kSoftmax) softmax(x, op.experts);
   if (op.scores == kSigmoid) std::transform(x, x + op.experts, x, sigmoid);

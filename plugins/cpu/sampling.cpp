@@ -1,8 +1,8 @@
 // Logits -> tokens, for the sampler of the engine.
 //
-// A row is decided by its likeliest tokens alone, its head, where they surely give what the whole
-// row would: they are ranked, and the rest only adds to the weight of all, which is known to within
-// a share of kTotalError.
+// A row's head, its likeliest tokens, decides a draw alone if it surely gives the same token as the
+// whole row. Only the head is ranked; the rest only adds to the total weight, which is known with a
+// relative error of kTotalError.
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
@@ -19,19 +19,19 @@
 
 namespace {
 
-constexpr int64_t kHeads[] = {128, 1024};  // tokens looked at first, and next; then all
-constexpr int64_t kFewestGroups = 256, kWidths = 16;  // of groups: multiples
-constexpr double kTotalError = 1e-5;  // twice what weigh_groups' may be
-// Temperatures of weigh_groups: no float32 logit overflows divided by the one, nor is the other.
+constexpr int64_t kHeads[] = {128, 1024};  // sizes of the head that are tried before all tokens
+constexpr int64_t kFewestGroups = 256, kWidths = 16;  // widths of groups are multiples of kWidths
+constexpr double kTotalError = 1e-5;  // twice the relative error of weigh_groups
+// Bounds of the temperature for weigh_groups: it and its reciprocal are finite in float32.
 constexpr double kColdest = 1e-30, kWarmest = std::numeric_limits<float>::max();
 
-// A row on its way to a token; one for each thread, which keeps its memory.
+// The state of drawing a token from a row. Each thread has one, and keeps its memory.
 class Row {
  public:
-  // The token, or -1 where no logit is above -infinity.
+  // Draws a token; -1 if no logit is above -infinity.
   int32_t draw(const float* logits, int64_t vocab, const kvg_draw& draw);
   size_t ranked() const { return keys_.size(); }
-  // found[0]: of `asked.token`; then of the `asked.most` likeliest tokens.
+  // Scores `asked.token` in found[0], then the `asked.most` likeliest tokens.
   void score(const float* logits, int64_t vocab, const kvg_scored& asked, kvg_logprob* found);
 
  private:
@@ -55,8 +55,8 @@ class Row {
   int64_t vocab_, top_k_;
   kvg_draw draw_;
   double total_;              // weight of the row; < 0: not known yet
-  std::vector<int32_t> ids_;  // of some tokens, likeliest first
-  std::vector<double> weights_;  // of the first `weighed_`: what was asked for
+  std::vector<int32_t> ids_;  // some tokens, likeliest first
+  std::vector<double> weights_;  // weights of the first `weighed_` of them, those asked for so far
   int64_t weighed_;
   std::vector<float> maxima_;
   std::vector<uint64_t> keys_, sorted_;
@@ -90,7 +90,7 @@ void Row::take_all() {
   std::iota(ids_.begin(), ids_.end(), 0);
 }
 
-// The token, or -1 where ids_ do not decide it.
+// Draws a token; -1 if ids_ do not decide it.
 int32_t Row::draw_from_ids() {
   order();
   if (!std::isfinite(logits_[id(0)])) return id(0);
@@ -105,8 +105,8 @@ int32_t Row::draw_from_ids() {
   return count() < top_k_ ? draw_from_head() : draw_from_all();
 }
 
-// The ids of the `most` likeliest tokens and some more; false where that is many more. What `most`
-// maxima of groups reach, each of them a token of its own, is reached by the `most` likeliest.
+// Sets ids_ to the `most` likeliest tokens and some more; returns false if it would be many more. A
+// threshold that `most` maxima of groups reach, each a different token, the `most` likeliest reach.
 bool Row::find_head(int64_t most) {
   const kvg::Kernels& kernels = kvg::kernels();
   const int64_t wanted = std::max(4 * most, kFewestGroups);
@@ -149,7 +149,7 @@ void Row::order() {
     for (int byte = 0; byte < 4; ++byte) ++counts[byte][key >> 8 * byte & 255];
   }
   for (int byte = 0; byte < 4; ++byte) {
-    if (counts[byte][keys_[0] >> (32 + 8 * byte) & 255] == keys_.size()) continue;  // as in all
+    if (counts[byte][keys_[0] >> (32 + 8 * byte) & 255] == keys_.size()) continue;  // all are equal
     uint32_t at[256];
     std::exclusive_scan(counts[byte], counts[byte] + 256, at, 0u);
     for (const uint64_t key : keys_) sorted_[at[key >> (32 + 8 * byte) & 255]++] = key;
@@ -159,7 +159,7 @@ void Row::order() {
                  [](uint64_t key) { return static_cast<int32_t>(key); });
 }
 
-// Where the row has tokens that are not ranked; -1 where these, or what is not known of `total_`,
+// Draws a token of a row with tokens that are not ranked; -1 if these, or the error of `total_`,
 // may decide.
 int32_t Row::draw_from_head() {
   const double least = total_ * (1 - kTotalError), most = total_ * (1 + kTotalError);
@@ -173,7 +173,7 @@ int32_t Row::draw_from_head() {
   return draw_kept(many, mass);
 }
 
-// Where all that may be drawn is ranked.
+// Draws a token of a row in which all tokens that may be drawn are ranked.
 int32_t Row::draw_from_all() {
   ids_.resize(static_cast<size_t>(std::min(count(), top_k_)));
   double total = 0, mass;
@@ -182,12 +182,12 @@ int32_t Row::draw_from_all() {
   return draw_kept(many, mass);
 }
 
-// One of the `kept` likeliest tokens, whose weights are `mass`.
+// Draws one of the `kept` likeliest tokens, whose weights have the sum `mass`.
 int32_t Row::draw_kept(int64_t kept, double mass) {
   return id(std::min(rank(draw_.uniform * mass, kept), kept - 1));
 }
 
-// exp((logit - greatest) / temperature). Ranks are asked for in order.
+// exp((logit - greatest) / temperature). Callers must ask for ranks in order.
 double Row::weight(int64_t rank) {
   double& weight = weights_[static_cast<size_t>(rank)];
   if (rank < weighed_) return weight;
@@ -197,8 +197,8 @@ double Row::weight(int64_t rank) {
   return weight = logit > -kvg::kInfinity ? std::exp(below / draw_.temperature) : 0;
 }
 
-// How many tokens, likeliest first, it takes for their weights to reach `bound`; at least one, none
-// of weight 0. `mass`: their weights.
+// Number of tokens, likeliest first, until the sum of their weights reaches `bound`; at least one,
+// none of weight 0. `mass`: that sum.
 int64_t Row::kept(double bound, double* mass) {
   int64_t many = 0;
   for (*mass = 0; many < count() && (many == 0 || *mass < bound) && weight(many) > 0; ++many)
@@ -206,7 +206,7 @@ int64_t Row::kept(double bound, double* mass) {
   return many;
 }
 
-// The first of `most` tokens up to which the weights pass `target`; `most` where all do not.
+// Rank of the first of `most` tokens at which the sum of weights exceeds `target`; `most` if none.
 int64_t Row::rank(double target, int64_t most) {
   int64_t r = 0;
   for (double reached = 0; r < most && (reached += weight(r)) <= target;) ++r;
@@ -232,7 +232,7 @@ void Row::score(const float* logits, int64_t vocab, const kvg_scored& asked, kvg
     found[r + 1] = r < count() ? kvg_logprob{id(r), r + 1, logprob(id(r))} : kvg_logprob{-1, 0, 0};
 }
 
-// How many tokens come before this one in the order of the row.
+// Number of tokens that come before this one in the order of the row.
 int64_t Row::place(int32_t token) const {
   const auto number = [](float x) { return x >= -kvg::kInfinity ? x : -kvg::kInfinity; };
   const float logit = number(logits_[token]);

@@ -1,5 +1,5 @@
-// Edits of a row of logits, in the order of vLLM's sampler: mask, tokens that may not come yet, bias,
-// penalties. Temperature and what is kept come after them, in sampling.cpp.
+// Edits of a row of logits, in the order of vLLM's sampler: mask, banned tokens, bias, penalties.
+// Temperature and the choice of tokens follow, in sampling.cpp.
 #include "cpu/sampling_edits.h"
 
 #include <algorithm>
@@ -13,8 +13,8 @@ namespace kvg {
 
 namespace {
 
-constexpr int32_t kInPrompt = 1 << 30;  // of a count: the rest counts the output
-constexpr int64_t kBits = 32;           // of a word of the mask
+constexpr int32_t kInPrompt = 1 << 30;  // a bit of a count, whose lower bits count the output
+constexpr int64_t kBits = 32;           // bits of a word of the mask
 
 template <class T>
 void check_data(const char* field, const T* pointer, int64_t count, size_t row) {
@@ -74,7 +74,7 @@ const float* Editor::edit(const float* logits, int64_t vocab, const kvg_edits& e
   return row_.data();
 }
 
-// Words of a mask are mostly nearly empty or nearly full: the fewer bits are visited.
+// Most words of a mask are nearly empty or nearly full: only the rarer kind of bits is visited.
 void Editor::copy_allowed(const float* logits, int64_t vocab, const uint32_t* mask) {
   for (int64_t begin = 0; begin < vocab; begin += kBits) {
     const int64_t many = std::min(kBits, vocab - begin);
@@ -94,8 +94,8 @@ void Editor::copy_allowed(const float* logits, int64_t vocab, const uint32_t* ma
   }
 }
 
-// Counts again in each step: nothing is kept that an interrupted step would have to take back, and
-// 4,096 tokens take a few microseconds. In float64, rounded once.
+// Counts tokens again in each step, so that an interrupted step has nothing to undo; 4,096 tokens
+// take a few microseconds. Penalties are computed in float64 and rounded once.
 void Editor::punish(const kvg_edits& edits) {
   seen_.reserve(static_cast<size_t>(edits.num_tokens));  // from here on no memory is asked for
   counts_.resize(std::max(counts_.size(), row_.size()));

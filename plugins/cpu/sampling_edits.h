@@ -1,4 +1,4 @@
-// What a row of logits becomes before a token is drawn from it.
+// Edits of a row of logits before a token is drawn from it.
 #pragma once
 
 #include <cstdint>
@@ -8,10 +8,10 @@
 
 namespace kvg {
 
-// Throws a Refusal that names the row and the field.
+// Throws a Refusal that names the row and the field if a value is out of range.
 void check(const kvg_edits& edits, size_t row, int64_t vocab);
 
-// One for each thread, which keeps its memory.
+// Applies edits. Each thread has one, and keeps its memory.
 class Editor {
  public:
   // The edited row, [vocab]; it lasts until the next call. `logits` are not changed.
@@ -22,7 +22,7 @@ class Editor {
   void punish(const kvg_edits& edits);
 
   std::vector<float> row_;
-  std::vector<int32_t> counts_;  // by token; all 0 between calls
+  std::vector<int32_t> counts_;  // indexed by token; all 0 between calls
   std::vector<int32_t> seen_;    // tokens whose count is not 0
 };
 

@@ -8,7 +8,7 @@
 
 namespace kvg::KVG_ISA {
 
-// Lanes that a comparison found, as bits.
+// Bit mask of the lanes for which a comparison is true.
 inline uint32_t lanes_of(Index found) {
 #if defined(__AVX512F__)
   return _mm512_test_epi32_mask((__m512i)found, (__m512i)found);
@@ -26,7 +26,7 @@ inline int64_t argmax(const float* x, int64_t count) {
   float greatest = -kInfinity;
   int64_t best = 0, i = 0;
   for (; i + kBlock <= count; i += kBlock) {
-    Vector tops[4];  // of every fourth vector: they do not wait for each other
+    Vector tops[4];  // maxima of every fourth vector each, which do not wait for each other
     for (Vector& top : tops) top = Vector{} - kInfinity;
     for (int64_t v = 0; v < kBlock; v += 4 * kLanes)
       for (int n = 0; n < 4; ++n)
@@ -50,9 +50,10 @@ inline float largest(const float* x, int64_t count) {
   return top;
 }
 
-constexpr int64_t kAhead = 2048;  // numbers that memory is asked for ahead of their use
+constexpr int64_t kAhead = 2048;  // numbers between the one read and the one prefetched
 
-// Calls done(begin, count, greatest) for four groups at a time, then for what is left over.
+// Writes the maxima. Calls done(begin, count, greatest) for four groups at a time, then for the
+// rest.
 template <class Done>
 void find_maxima(const float* x, int64_t count, int64_t width, float* maxima, Done&& done) {
   int64_t begin = 0;
@@ -62,7 +63,7 @@ void find_maxima(const float* x, int64_t count, int64_t width, float* maxima, Do
     for (int64_t i = 0; i < width; i += kLanes)
       for (int g = 0; g < 4; ++g) {
         const float* from = x + begin + g * width + i;
-        __builtin_prefetch(from + kAhead);  // a hint: may be past the end
+        __builtin_prefetch(from + kAhead);  // may be past the end
         tops[g] = larger(load(Float32{}, from), tops[g]);
       }
     const Vector joined = reduce<larger>(tops[0], tops[1], tops[2], tops[3]);
@@ -80,7 +81,7 @@ inline void group_maxima(const float* x, int64_t count, int64_t width, float* ma
   find_maxima(x, count, width, maxima, [](int64_t, int64_t, float) {});
 }
 
-// Halves the range of all floats, in the order of their bits.
+// Bisects the range of all floats, in the order of their bits.
 inline float reached_by(const float* x, int64_t count, int64_t most) {
   const auto number = [](int64_t place) {
     const uint32_t bits = place < 0 ? 0x7fffffffu ^ static_cast<uint32_t>(place)
@@ -106,7 +107,8 @@ inline float reached_by(const float* x, int64_t count, int64_t most) {
   return number(low);
 }
 
-// Writes first + lane for each lane of `found`, and whatever up to kLanes of them; how many.
+// Writes first + lane for each lane of `found` and returns their number. The rest of kLanes
+// elements may be overwritten.
 inline int64_t append(Index found, int32_t first, int32_t* to) {
   uint32_t lanes = lanes_of(found);
   const int64_t many = __builtin_popcount(lanes);
@@ -128,7 +130,7 @@ inline int64_t at_least(const float* x, int64_t count, int64_t width, const floa
     for (; i < end; ++i)
       if (x[i] >= least) ids[found++] = static_cast<int32_t>(i);
   };
-  const int64_t groups = count / width;  // whole ones
+  const int64_t groups = count / width;  // whole groups
   int64_t g = 0;
   for (; g + kLanes <= groups; g += kLanes)
     for (uint32_t lanes = lanes_of(load(Float32{}, maxima + g) >= least); lanes; lanes &= lanes - 1) {
@@ -144,8 +146,8 @@ inline int64_t at_least(const float* x, int64_t count, int64_t width, const floa
   return found;
 }
 
-// 2^x for x <= 127 to 2.6e-6 relative, but about 2^-126 for all below and for NaN, which no sum of a
-// 1 and 2^31 of them shows. The polynomial is a minimax fit of 2^f on [-1/2, 1/2].
+// 2^x for x <= 127, to 2.6e-6 relative, but about 2^-126 for x < -126 and for NaN: 2^31 of these do
+// not change a sum that has a 1. The polynomial is a minimax fit of 2^f on [-1/2, 1/2].
 inline Vector weight_of(Vector x) {
   const auto [shifted, f] = split(larger(x, Vector{} - 126.0f));
   Vector p = f * 9.570101909e-3f + 5.591786032e-2f;
@@ -155,7 +157,8 @@ inline Vector weight_of(Vector x) {
   return as<Vector>(as<Words>(p) + (as<Words>(shifted) << 23));
 }
 
-// Weights are against `from`, which greater numbers may pass by 2^kMost: no sum of them overflows.
+// Weights are relative to `from`. It rises only when a weight would exceed 2^kMost, so that no sum
+// overflows.
 inline double weigh_groups(const float* x, int64_t count, int64_t width, float* maxima,
                            float temperature) {
   constexpr float kMost = 60;
@@ -166,7 +169,7 @@ inline double weigh_groups(const float* x, int64_t count, int64_t width, float* 
     return std::exp2((static_cast<double>(from) - static_cast<double>(now)) * factor);
   };
   find_maxima(x, count, width, maxima, [&](int64_t begin, int64_t many, float top) {
-    if (top == -kInfinity) return;  // no weight
+    if (top == -kInfinity) return;  // all weights are 0
     if ((top - from) * factor > kMost) total *= against(top), from = top;
     if (top > greatest) greatest = top;
     const int64_t end = begin + many;

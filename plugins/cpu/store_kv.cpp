@@ -11,7 +11,7 @@
 namespace kvg {
 namespace {
 
-// Below this many elements a job is done before another thread has woken up.
+// Below this many elements, a job is done before another thread wakes up.
 constexpr int64_t kElementsPerTask = 32768;
 
 class Writer {
@@ -31,7 +31,7 @@ class Writer {
   }
 
  private:
-  // The heads of one token, `width` elements each, to the elements from `slot` on.
+  // Writes the heads of one token, `width` elements each, to the pool's elements from `slot` on.
   void heads(const char* from, int64_t index, int64_t slot, int64_t width, bool rotate,
              int64_t position) {
     const Pool& pool = job_.pool;

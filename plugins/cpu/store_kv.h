@@ -1,4 +1,4 @@
-// Writing the new tokens of one layer into their pages.
+// Writes the new tokens of one layer into their pages.
 #pragma once
 
 #include "cpu/check.h"
@@ -10,9 +10,9 @@ struct Store {
   const kvg_call& call;
   Pool pool;
   Rows rows;
-  Rope rope;  // of K
+  Rope rope;  // applied to K
   const char *k, *v;  // [T, K, D], [T, K, v_head_dim]
-  int32_t dtype;      // of both
+  int32_t dtype;      // kvg_dtype of both
   int64_t v_head_dim;
 };
 

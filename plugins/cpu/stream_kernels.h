@@ -1,4 +1,4 @@
-// Scores and weighted sums of few query rows, four at a time, over K and V as they lie, for
+// Scores and weighted sums of few query rows, four at a time, over K and V as they are stored, for
 // kernels.cpp.
 #pragma once
 
@@ -9,8 +9,8 @@ namespace kvg::KVG_ISA {
 #if defined(__AVX512BF16__) && defined(__AVX512VNNI__)
 constexpr int kQueries = 4, kTogether = 4;  // rows and keys of a block of scores
 
-// Packed queries: of four rows first their units, as scores lie, then the words of each in whole
-// vectors.
+// Packed queries, in blocks of four rows: first the units of the rows, in the layout of a block of
+// scores, then the words of each row in whole vectors.
 inline int64_t block_size(int64_t width) { return kLine * (1 + kQueries * vectors_of(width)); }
 inline int64_t packed_size(int64_t rows, int64_t width) {
   return (rows + kQueries - 1) / kQueries * block_size(width);
@@ -25,8 +25,8 @@ void pack_query(const float* q_D, char* packed, int64_t row, int64_t width) {
   for (int j = 0; j < kTogether; ++j) units[j] = unit;
 }
 
-// Lane 4 m + j: the sum of the lanes of sum[m][j], in the order of dot_block in tile_kernels.h: first
-// within groups of four lanes, then across, each from the first on.
+// Lane 4 m + j of the result: the sum of the lanes of sum[m][j], in the order of dot_block in
+// tile_kernels.h: first within groups of four lanes, then across groups, each from the first on.
 template <class Products, class Sum = typename Products::Sum>
 [[gnu::always_inline]] inline Sum sums_of(const Sum (&sum)[kQueries][kTogether]) {
   const auto in_order = [](Sum a, Sum b, Sum c, Sum d) {
@@ -34,7 +34,7 @@ template <class Products, class Sum = typename Products::Sum>
   };
   Sum row[kQueries];
   KVG_UNROLL
-  for (int m = 0; m < kQueries; ++m) {  // lanes of a group become those of four keys
+  for (int m = 0; m < kQueries; ++m) {  // each group of lanes gets a sum per key
     const auto low = [&](int j) {
       return (__m512d)_mm512_maskz_unpacklo_ps(kAll, (__m512)sum[m][j], (__m512)sum[m][j + 1]);
     };
@@ -60,7 +60,8 @@ template <class Products, class Sum = typename Products::Sum>
                   group(even[0], even[1], true), group(odd[0], odd[1], true));
 }
 
-// Scores of four rows and kTogether keys. Vectors: of a head, all of them whole; 0: of any width.
+// Computes the scores of four rows and kTogether keys. Vectors: those of a head, all whole; 0: any
+// width.
 template <class Products, int Vectors>
 void dot_keys(const char* packed, const Stream& keys, int64_t first, float* s_MJ, int64_t rows,
               int64_t width) {
@@ -118,7 +119,7 @@ void stream_dot(const char* packed, const Stream& keys, float* s_MJ, int64_t row
       dot(packed, keys, j, s_MJ + m * kKeys, rows - m, width);
 }
 
-// Packed weights of a row: the words of a tile, then their unit.
+// Index of the unit in the packed weights of a row, which are the words of a tile, then their unit.
 constexpr int kUnit = kWords;
 
 template <class Products>
@@ -128,9 +129,9 @@ void pack_weights(float* p_MJ, const float* factor_J, int64_t rows) {
                       reinterpret_cast<char*>(p_MJ), kStride, p_MJ + kUnit, kKeys, rows);
 }
 
-// Columns [e, e + kWide) of all keys, two keys at a time: elements of both lie side by side, and
-// the sums stay in registers. Sums of bfloat16 go on from the outputs, in the order of the keys, so
-// that no bit depends on how many come at once.
+// add_columns adds columns [e, e + kWide) of all keys, two keys at a time: their elements are
+// interleaved, and the sums stay in registers. Sums of bfloat16 start from the outputs, in the
+// order of the keys, so that no bit depends on the number of keys of a call.
 constexpr int kWide = 64;
 
 template <class Products, int Rows>
@@ -194,7 +195,7 @@ void stream_add(const float* p_MJ, const Stream& values, float* out_ME, int64_t 
   });
 }
 
-// Bytes of K or V that are read at a time.
+// Bytes of K or V that a step reads.
 template <class Products>
 constexpr int64_t kStep = Products::kScaled ? 32768 : 16384;
 

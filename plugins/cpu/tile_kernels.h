@@ -1,6 +1,6 @@
 // Scores and weighted sums of query rows, over tiles of K and V that are packed first, for
-// kernels.cpp: a step is one broadcast of two elements of a row times 16 columns, which are keys of a
-// score, elements of an output.
+// kernels.cpp. A step multiplies a broadcast pair of elements of a row by 16 columns, which are
+// keys for scores and elements for outputs.
 #pragma once
 
 #include "cpu/word_products.h"
@@ -8,14 +8,14 @@
 namespace kvg::KVG_ISA {
 
 #if defined(__AVX512BF16__) && defined(__AVX512VNNI__)
-// float8_e4m3fn without its sign -> bfloat16, which has all of its values.
+// Table from float8_e4m3fn without its sign to bfloat16, which represents all its values.
 struct Float8Words {
   alignas(64) uint16_t of[128];
 
   constexpr Float8Words() : of() {
     for (int x = 0; x < 128; ++x) {
       int exponent = (x >> 3) + 120, fraction = x & 7;
-      if (x < 8) {  // of 2^-9
+      if (x < 8) {  // subnormal: a multiple of 2^-9
         for (exponent = 121; fraction && fraction < 8; fraction *= 2) --exponent;
         fraction &= 7;
       }
@@ -35,17 +35,17 @@ inline __m512i float8_words(const void* row, __mmask32 mask) {
   return _mm512_or_si512(_mm512_mask_mov_epi16(low, is_high, high), sign);
 }
 
-inline __m512 float_of(__m256i words) {  // of bfloat16
+inline __m512 float_of(__m256i words) {  // from bfloat16
   return _mm512_castsi512_ps(
       _mm512_maskz_slli_epi32(kAll, _mm512_maskz_cvtepu16_epi32(kAll, words), 16));
 }
 
-inline __m512 float_of(__m128i bytes) {  // of int8
+inline __m512 float_of(__m128i bytes) {  // from int8
   return _mm512_maskz_cvtepi32_ps(kAll, _mm512_maskz_cvtepi8_epi32(kAll, bytes));
 }
 
-// 32 elements of a stored row as words, times a factor where they have few bits; those beyond the
-// mask: 0.
+// Loads 32 elements of a stored row as words. For bfloat16 products, int8 and float8 elements are
+// multiplied by `factor`. Elements beyond the mask are 0.
 template <class Products>
 __m512i load_words(const void* row, int32_t dtype, int64_t at, float factor, __mmask32 mask) {
   const auto* bytes = static_cast<const char*>(row) + at;
@@ -69,7 +69,7 @@ __m512i load_words(const void* row, int32_t dtype, int64_t at, float factor, __m
                          (Vector)_mm512_maskz_loadu_ps(high, from + kWords), 1.0f);
 }
 
-// Rows of 16 words become columns.
+// Transposes 16 rows of 16 pairs of words.
 inline void transpose(__m512i (&x)[kWords]) {
   __m512i y[kWords];
   KVG_UNROLL
@@ -99,7 +99,7 @@ inline void transpose(__m512i (&x)[kWords]) {
   for (int i = 0; i < kWords; ++i) x[i] = y[i];
 }
 
-// packed[pair of elements][key]; keys that are not there: 0.
+// Writes packed[pair of elements][key]; missing keys are 0.
 template <class Products>
 void pack_keys(const void* const* key_J, int32_t dtype, const float* const* scale_J, int64_t block,
                uint32_t* packed, int64_t width, int64_t keys) {
@@ -120,7 +120,7 @@ void pack_keys(const void* const* key_J, int32_t dtype, const float* const* scal
 
 inline int64_t padded(int64_t width) { return vectors_of(width) * kPairs; }
 
-// packed[pair of keys][element], rows of padded(width).
+// Writes packed[pair of keys][element], in rows of padded(width).
 template <class Products>
 void pack_values(const void* const* value_J, int32_t dtype, const float* const* scale_J,
                  int64_t block, uint32_t* packed, int64_t width, int64_t keys) {
@@ -143,8 +143,8 @@ float pack_query(const float* q_D, uint32_t* to, int64_t width) {
   return pack_row<Products>(q_D, reinterpret_cast<__m512i*>(to), width);
 }
 
-// Adds to the sums the products of one pair of elements of each row, `stride` apart, with that of 32
-// columns.
+// Adds to the sums the products of one pair of elements of each row with the pairs of 32 columns.
+// The rows' pairs are `stride` apart.
 template <class Products, int Rows>
 [[gnu::always_inline]] inline void add_products(typename Products::Sum (&sum)[Rows][2],
                                                 const uint32_t* pair_M, int64_t stride,
@@ -158,8 +158,8 @@ template <class Products, int Rows>
   }
 }
 
-// c = sum over steps of a[m][step] . b[step], for 32 columns under the mask, times the unit of the
-// row and the factor of each column; or, Add, c + the sum times the unit.
+// Sets c to the sum over steps of a[m][step] . b[step], for 32 columns under the mask, times the
+// unit of the row and the factor of each column. Add: adds the sum times the unit to c instead.
 template <class Products, int Rows, bool Add>
 void product_block(const uint32_t* a_MP, int64_t a_stride, const float* unit_M,
                    const uint32_t* b_PN, int64_t b_stride, const float* factor_N, float* c_MN,
@@ -190,8 +190,8 @@ void product_block(const uint32_t* a_MP, int64_t a_stride, const float* unit_M,
   }
 }
 
-// Scores of a tile in the order in which stream_kernels.h sums the lanes of its vectors: lane l of
-// those has pairs l, l + 16, ..., and the sums of four lanes are added up before the groups are.
+// Computes the scores of a tile in the order in which stream_kernels.h sums the lanes of its
+// vectors: lane l there has pairs l, l + 16, ..., and groups of four lanes are summed first.
 template <class Products, int Rows>
 void dot_block(const uint32_t* q_MP, const uint32_t* packed, const float* factor_J, float* s_MJ,
                int64_t vectors) {
@@ -245,7 +245,7 @@ template <class Products>
 void dot_tile(const uint32_t* q_MP, const float* unit_M, const uint32_t* packed,
               const float* factor_J, float* s_MJ, int64_t rows, int64_t width) {
   const int64_t stride = padded(width) / 2;
-  if constexpr (Products::kScaled)  // exact, in any order
+  if constexpr (Products::kScaled)  // exact in any order
     product<Products, false>(q_MP, stride, unit_M, packed, kKeys, factor_J, s_MJ, kKeys, rows,
                              (width + 1) / 2, kKeys);
   else

@@ -1,4 +1,4 @@
-// float32 vectors in the compiler's own extension, and the functions that attention needs of them.
+// float32 vectors in the compiler's own extension, and functions of them for the kernels.
 // Written for GCC and Clang on any processor. Compiled once per instruction set (kernels.cpp).
 #pragma once
 
@@ -17,7 +17,8 @@
 #define KVG_UNROLL _Pragma("GCC unroll 16")
 #endif
 
-// Of two vectors, lanes at even (odd) places within groups of four: the first's, then the second's.
+// The lanes of two vectors at even (odd) places: for each group of four lanes, those of the first
+// vector, then those of the second.
 #if defined(__AVX512F__)
 #define KVG_LANES 16
 #define KVG_EVEN 0, 2, 16, 18, 4, 6, 20, 22, 8, 10, 24, 26, 12, 14, 28, 30
@@ -38,7 +39,7 @@ namespace kvg::KVG_ISA {
 
 constexpr int kLanes = KVG_LANES;
 
-// Runs `block(Rows<Most>{}, m)` for as many rows at once as there are, then the rest one by one.
+// Calls block(Rows<Most>{}, m) for Most rows at a time, then block(Rows<1>{}, m) for each row left.
 template <int Count>
 struct Rows {
   static constexpr int kCount = Count;
@@ -67,7 +68,7 @@ inline Vector load(Float32, const float* from) {
 
 inline Vector load(BFloat16, const uint16_t* from) {
   Vector v;
-#if defined(__AVX512F__)  // one instruction, which the conversion below does not become
+#if defined(__AVX512F__)  // the conversion below does not become this one instruction
   const auto* row = reinterpret_cast<const __m256i*>(from);
   const __m512i wide = _mm512_maskz_cvtepu16_epi32(0xffff, _mm256_loadu_si256(row));
   const __m512i bits = _mm512_maskz_slli_epi32(0xffff, wide, 16);
@@ -125,8 +126,8 @@ inline Index lane_numbers() {
 inline Vector plus(Vector a, Vector b) { return a + b; }
 inline Vector larger(Vector a, Vector b) { return a > b ? a : b; }
 
-// Of four vectors at once: lane i is all lanes of the i-th, joined. Two rounds join neighbours within
-// groups of four lanes, which leaves each group with a part of all four.
+// Reduces four vectors at once: lane i of the result is the join of all lanes of the i-th. Two
+// rounds join neighbours within groups of four lanes, so that each group has a part of all four.
 template <Vector (*Join)(Vector, Vector)>
 Vector reduce(Vector a, Vector b, Vector c, Vector d) {
   const Vector ab = Join(KVG_SHUFFLE(a, b, KVG_EVEN), KVG_SHUFFLE(a, b, KVG_ODD));
@@ -141,7 +142,7 @@ Vector reduce(Vector a, Vector b, Vector c, Vector d) {
   return v;
 }
 
-// to[i] = the sum of the lanes of the i-th.
+// to[i] = the sum of the lanes of the i-th vector.
 inline void sums(Vector a, Vector b, Vector c, Vector d, float* to) {
   const Vector v = reduce<plus>(a, b, c, d);
   std::memcpy(to, &v, 4 * sizeof(float));
@@ -161,7 +162,7 @@ To as(From v) {
   return to;
 }
 
-// A number as the nearest integer, in the low bits of `shifted`, and what is left, in [-1/2, 1/2].
+// A number as the nearest integer, in the low bits of `shifted`, and the rest, in [-1/2, 1/2].
 template <class Floats>
 struct Split {
   Floats shifted, left;
@@ -175,7 +176,7 @@ Split<Floats> split(Floats x) {
 }
 
 // 2^x for x <= 0, to 2e-7 relative; below 2^-126: 0. NaN stays NaN. The polynomial is a minimax fit
-// of 2^f on [-1/2, 1/2] (relative error 1.9e-9). Floats and Bits: of one lane or of several.
+// of 2^f on [-1/2, 1/2] (relative error 1.9e-9). Floats and Bits have one lane or several.
 template <class Floats, class Bits>
 Floats exp2_from_bits(Floats x) {
   const auto [shifted, f] = split(x < -126.0f ? Floats{} - 126.0f : x);

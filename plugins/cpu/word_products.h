@@ -1,7 +1,7 @@
-// Products of pairs of 16-bit words for attention: of bfloat16 with sums in float32, or of integers,
-// where queries and weights are multiples of a unit of their own, their largest by 32767, and sums
-// are exact. Few query rows and many take the same words, so that a row's result does not depend on
-// how many come with it.
+// Products of pairs of 16-bit words for attention: of bfloat16 with sums in float32, or of integers
+// with exact sums. As integers, queries and weights are multiples of a unit, their largest
+// magnitude / 32767. Kernels of few and of many query rows use the same words, so that a row's
+// result does not depend on the number of rows.
 #pragma once
 
 #include "cpu/kernels.h"
@@ -16,7 +16,7 @@ constexpr float kLargest = 32767.0f;
 struct BFloat16Products {
   using Word = uint16_t;
   using Sum = __m512;
-  static constexpr bool kScaled = false;  // by a unit
+  static constexpr bool kScaled = false;  // whether words are multiples of a unit
   static __m512i words(const void* row, __mmask32 mask) {
     return _mm512_maskz_loadu_epi16(mask, row);
   }
@@ -57,7 +57,7 @@ inline Vector larger_bits(Vector a, Vector b) {
 
 inline Vector magnitude(Vector v) { return as<Vector>(as<Words>(v) & 0x7fffffffu); }
 
-// Of the largest of each of four rows. It has an inverse; NaN stays NaN.
+// The units of four rows, from magnitudes of each. A unit has a finite inverse; NaN stays NaN.
 inline Vector units_of(Vector a, Vector b, Vector c, Vector d) {
   constexpr float kLeast = 0x1p-100f;
   const Vector largest = reduce<larger_bits>(a, b, c, d);
@@ -70,7 +70,7 @@ inline Vector load_part(const float* from, int64_t count) {
 
 inline int64_t vectors_of(int64_t width) { return (width + kPairs - 1) / kPairs; }
 
-// A query as words, in whole vectors; returns their unit.
+// Writes a query as words, in whole vectors; returns their unit.
 template <class Products>
 float pack_row(const float* q_D, __m512i* to, int64_t width) {
   float unit = 1.0f;
@@ -89,8 +89,8 @@ float pack_row(const float* q_D, __m512i* to, int64_t width) {
   return unit;
 }
 
-// Weights of a tile, times the factors of its values if there are any, as words: of up to four rows,
-// whose words lie `stride` bytes apart. Lane m of what is returned is the unit of row m.
+// Writes the weights of up to four rows of a tile, times the factors of its values if there are
+// any, as words; rows are `stride` bytes apart. Lane m of the result is the unit of row m.
 template <class Products, int Rows>
 Vector pack_rows(const float* p_MJ, const float* factor_J, char* to, int64_t stride) {
   static_assert(kKeys == kPairs, "one vector holds the weights of a tile");

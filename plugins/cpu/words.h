@@ -13,8 +13,8 @@ namespace kvg::KVG_ISA {
 constexpr int kPairs = 32;  // words of one vector
 constexpr int kWords = 16;  // pairs of words, or float32, of one vector
 
-// Elements of two vectors side by side, a0 b0 a1 b1 ...: where those of the first and of the second
-// half come from.
+// Indices that interleave the elements of two vectors, a0 b0 a1 b1 ...: those of the first half of
+// the result, then those of the second.
 struct Interleaving {
   alignas(64) uint16_t half[2][kPairs];
 
@@ -34,7 +34,7 @@ inline __mmask32 first_of(int64_t count) {
   return count >= kPairs ? 0xffffffffu : count > 0 ? (1u << count) - 1 : 0;
 }
 
-// Under masks of all lanes: without, GCC 12 warns of its own headers.
+// Masks of all lanes: without masks, GCC 12 warns about its own headers.
 constexpr __mmask16 kAll = 0xffff;
 constexpr __mmask8 kHalf = 0xff;
 

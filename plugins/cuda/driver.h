@@ -1,5 +1,5 @@
-// What kvgraph uses of the CUDA driver API, declared by us from its documentation: the entry points
-// keep their names and signatures for good, a changed one gets a new name (_v2).
+// The part of the CUDA driver API that kvgraph uses, declared by us from its documentation. Entry
+// points never change their signatures; a new version gets a new name (_v2).
 #pragma once
 
 #include <cstddef>
@@ -48,7 +48,7 @@ static_assert(sizeof(LaunchAttribute) == 72 && offsetof(LaunchAttribute, value) 
 static_assert(sizeof(void*) != 8 || (sizeof(LaunchConfig) == 56 && offsetof(LaunchConfig, stream) == 32),
               "its layout");
 
-// The entry points by their exported names. cuLaunchKernelEx may be missing (CUDA 11.8 brought it).
+// The entry points by their exported names. cuLaunchKernelEx may be missing (CUDA 11.8 added it).
 #define KVG_DRIVER_ENTRIES(X)                                                                  \
   X(cuInit, (uint32_t))                                                                        \
   X(cuDriverGetVersion, (int32_t*))                                                            \
@@ -80,15 +80,15 @@ struct Driver {
   Device device(int32_t ordinal) const;
   int32_t attribute(DeviceAttribute which, Device device) const;
 
-  // Refuses where `call` failed, with the driver's name of the error.
+  // Refuses if `call` failed, with the driver's name of the error.
   void check(Result result, const char* call) const;
   void require(int32_t min_version, const char* for_what) const;
 };
 
-// The driver of this process; dlopened by the first call that finds it, kept from then on. Refuses
-// where there is none.
+// The driver of this process. The first call that finds it opens it; it is never closed. Refuses if
+// there is none.
 const Driver& found_driver();
-// The same, initialised.
+// The same driver, after cuInit.
 const Driver& driver();
 
 // Makes `context` current for a scope, if it is not already.

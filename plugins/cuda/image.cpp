@@ -9,7 +9,7 @@
 namespace kvg::cuda {
 namespace {
 
-// A 64-bit little-endian ELF header, the part that is read. Cubins are little-endian, as are hosts.
+// The header of a 64-bit little-endian ELF file. Cubins are little-endian, as hosts are.
 struct Header {
   uint8_t magic[4], bits, order, version, os_abi, abi_version, padding[7];
   uint16_t type, machine;
@@ -31,7 +31,7 @@ static_assert(sizeof(Section) == 64, "the layout of ELF64");
 constexpr uint16_t kCudaMachine = 190;
 constexpr uint32_t kNoBits = 8;  // a section without bytes in the file
 
-// The whole of [at, at + size) must lie in the file.
+// Refuses unless the whole of [at, at + size) lies in the file.
 void require(uint64_t at, uint64_t size, uint64_t file, const char* what) {
   if (at > file || size > file - at)
     refuse(KVG_REFUSED, "image: expected a whole cubin, got %llu bytes, which end before its %s",
@@ -61,9 +61,9 @@ Header check_elf(const uint8_t* data, uint64_t size) {
   return header;
 }
 
-// The SM number in the header's flags, 0 if their layout is unknown. Measured on what ptxas 12.9,
-// 13.0 and 13.4 write: ABI 7 has it in bits [0, 8) and "a" in bit 11; ABI 8 has it in bits [8, 16)
-// and "a" in bit 3, which 13.x leaves clear: there only the caller knows.
+// The SM number in the header's flags, 0 if their layout is unknown. Measured on the output of
+// ptxas 12.9, 13.0 and 13.4: ABI 7 has it in bits [0, 8) and "a" in bit 11; ABI 8 has it in bits
+// [8, 16) and "a" in bit 3, which ptxas 13.x leaves clear: only the caller then knows.
 int stated_number(const Header& header, bool* exact) {
   const bool old = header.abi_version == 7;
   if (!old && header.abi_version != 8) return 0;
@@ -77,7 +77,7 @@ int Arch::min_driver() const {
   struct Floor {
     int number, driver;
   };
-  // Each architecture and the CUDA release that brought it.
+  // Each architecture and the first CUDA release that supports it.
   static constexpr Floor floors[] = {{121, 12090}, {120, 12080}, {103, 12090}, {100, 12080},
                                      {90, 11080},  {89, 11080},  {86, 11010},  {80, 11000}};
   for (const Floor& floor : floors)
@@ -90,7 +90,7 @@ Arch parse_arch(const char* text) {
   if (length >= 5 && length <= 7 && std::memcmp(text, "sm_", 3) == 0) {
     char* end = nullptr;
     const long number = std::strtol(text + 3, &end, 10);
-    // "f" (a family) runs where the plain one does: same major, newer minor.
+    // "f" (a family) runs where the plain architecture does: same major, newer minor.
     const bool suffix = *end == 'a' || *end == 'f';
     if (text[3] >= '1' && text[3] <= '9' && number >= 10 && number < 1000 && end[suffix] == 0)
       return {static_cast<int>(number / 10), static_cast<int>(number % 10), *end == 'a', text};

@@ -1,4 +1,4 @@
-// What a cubin says about itself, and which devices run it.
+// The architecture and hash of a cubin, and the devices that run it.
 #pragma once
 
 #include <string>
@@ -8,7 +8,7 @@
 
 namespace kvg::cuda {
 
-// "sm_90": compute capability 9.0 and newer 9.x. "sm_90a" uses instructions of 9.0 alone.
+// An architecture. "sm_90" runs on compute capability 9.0 and newer 9.x; "sm_90a" (exact) on 9.0.
 struct Arch {
   int major, minor;
   bool exact;
@@ -18,13 +18,13 @@ struct Arch {
   bool runs_on(int device_major, int device_minor) const {
     return device_major == major && (exact ? device_minor == minor : device_minor >= minor);
   }
-  // The first driver, as 1000 * major + 10 * minor, that knows the architecture.
+  // The first driver, as 1000 * major + 10 * minor, that supports the architecture.
   int min_driver() const;
 };
 
 Arch parse_arch(const char* text);
 
-// A cubin that was found whole: the architecture is the caller's, made exact where the image is.
+// A cubin that passed check_image: the architecture is the caller's, made exact if the image is.
 struct Image {
   Arch arch;
   Digest digest;

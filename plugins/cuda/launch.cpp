@@ -1,4 +1,5 @@
-// The entry points of launch.h.
+// The entry points of launch.h for devices, images and launches; those for plans are in
+// launch/library.cpp.
 #include "kvgraph/launch.h"
 
 #include "cuda/modules.h"
@@ -6,7 +7,7 @@
 namespace kvg::cuda {
 namespace {
 
-constexpr uint32_t kMaxGrid[3] = {2147483647u, 65535u, 65535u};  // of every architecture
+constexpr uint32_t kMaxGrid[3] = {2147483647u, 65535u, 65535u};  // on every architecture
 constexpr uint32_t kMaxWarps = 32, kWarp = 32;
 constexpr uint32_t kMaxCluster = 8;  // larger ones are not portable
 
@@ -25,7 +26,7 @@ void check_shape(const kvg_launch& launch) {
            launch.num_warps);
 }
 
-// Blocks of a cluster: 1 where there are none.
+// Checks the cluster and returns its number of blocks; 1 if there are no clusters.
 uint64_t check_cluster(const kvg_launch& launch) {
   const uint32_t* c = launch.cluster;
   if (!c[0] && !c[1] && !c[2]) return 1;
@@ -52,8 +53,8 @@ void check_argument(const kvg_launch& launch, uint32_t index) {
            static_cast<unsigned long long>(given.value.pointer));
 }
 
-// Where the driver finds each argument; it knows their sizes from the kernel. A value lies at the
-// start of its union, whatever its kind. Null scratch pointers come last.
+// Addresses of the arguments for the driver, which knows their sizes from the kernel. A value of
+// any kind is at the start of its union. Null scratch pointers come last.
 struct Parameters {
   void* at[KVG_MAX_LAUNCH_ARGUMENTS + 2];
   uint64_t scratch = 0;
@@ -111,7 +112,7 @@ void describe(kvg_cuda_device& given) {
   given.shared_bytes = cuda.attribute(kSharedBytesOptIn, device);
 }
 
-// A machine with a driver and no device is one with 0 devices, not an error.
+// A machine with a driver but no device has 0 devices, which is not an error.
 int32_t count_devices() {
   const Driver& found = found_driver();
   const Result result = found.cuInit(0);

@@ -4,7 +4,7 @@
 
 namespace kvg::cuda {
 
-// Any function may use this much; more must be allowed by an attribute first.
+// Any function may use this much shared memory; an attribute must allow more first.
 constexpr uint32_t kSharedBytesOfAnyFunction = 48 * 1024;
 
 void check_runs(const Driver& driver, const Arch& arch, int32_t min_driver, int32_t ordinal) {
@@ -31,7 +31,8 @@ DriverFunction* Module::function(const Driver& driver, const char* name, uint32_
   if (limit < 0 || shared_bytes > static_cast<uint32_t>(limit))
     refuse(KVG_DEVICE, "%s: shared_bytes: expected at most %d of this device, got %u", name, limit,
            shared_bytes);
-  // As Triton's loader does: what the cache leaves decides how many blocks a multiprocessor holds.
+  // Prefers shared memory to L1 cache, as Triton's loader does: the shared memory that the cache
+  // leaves limits the blocks of a multiprocessor.
   driver.check(driver.cuFuncSetCacheConfig(function.handle, kPreferShared), "cuFuncSetCacheConfig");
   driver.check(driver.cuFuncSetAttribute(function.handle, kMaxDynamicShared,
                                          static_cast<int32_t>(shared_bytes)), "cuFuncSetAttribute");
@@ -51,7 +52,7 @@ Module::Function& Module::find(const Driver& driver, const char* name) {
 }
 
 uint64_t Modules::load(const kvg_cuda_image& given) {
-  const Image image = check_image(given);  // what needs no driver comes first
+  const Image image = check_image(given);  // checks that need no driver come first
   const Driver& cuda = driver();
   check_runs(cuda, image.arch, given.min_driver, given.device);
   const Device device = cuda.device(given.device);
@@ -83,8 +84,8 @@ Module& Modules::at(uint64_t id) {
   return modules_[id - 1];
 }
 
-// The context that the thread works in, if it is of `device`; else the primary one, which the CUDA
-// runtime and torch use. Retained once, for good.
+// The thread's current context if it is on `device`, else the primary context, which the CUDA
+// runtime and torch use. The primary context is retained once and never released.
 Context* Modules::context_of(const Driver& driver, Device device) {
   Context* current = nullptr;
   driver.check(driver.cuCtxGetCurrent(&current), "cuCtxGetCurrent");

@@ -13,12 +13,12 @@
 
 namespace kvg::cuda {
 
-// One image in one context. Never unloaded: a stream may still run it.
+// An image that is loaded into a context. It is never unloaded, because a stream may still run it.
 class Module {
  public:
   Module(Context* context, Device device, DriverModule* handle, const Image& image);
 
-  // The function of that name, allowed `shared_bytes` of dynamic shared memory.
+  // Finds the function of that name and allows it `shared_bytes` of dynamic shared memory.
   DriverFunction* function(const Driver& driver, const char* name, uint32_t shared_bytes);
 
   Context* const context;
@@ -26,14 +26,14 @@ class Module {
  private:
   struct Function {
     DriverFunction* handle;
-    uint32_t shared_bytes;  // that it is allowed so far
+    uint32_t shared_bytes;  // dynamic shared memory that it is allowed so far
   };
   Function& find(const Driver& driver, const char* name);
 
   const Device device_;
   DriverModule* const handle_;
   const std::string label_;
-  std::mutex mutex_;  // of functions_
+  std::mutex mutex_;  // guards functions_
   std::map<std::string, Function, std::less<>> functions_;
 };
 
@@ -46,16 +46,16 @@ class Modules {
   Context* context_of(const Driver& driver, Device device);
 
   std::mutex loading_;         // held while an image is loaded, so that it is loaded once
-  std::shared_mutex reading_;  // of modules_, held for moments: launches do not wait for a load
-  std::deque<Module> modules_;  // id - 1; a deque, so that a Module stays where it is
+  std::shared_mutex reading_;  // guards modules_; held briefly: launches do not wait for a load
+  std::deque<Module> modules_;  // indexed by id - 1; a deque, so that a Module never moves
   std::map<std::pair<Context*, Digest>, uint64_t> ids_;
   std::map<Device, Context*> primary_;
 };
 
-// The process's. Never destroyed: the driver may be gone by then.
+// The modules of this process. Never destroyed: at exit, the driver may be gone before them.
 Modules& modules();
 
-// Refuses where an image for `arch` cannot run on the device: driver first, then capability.
+// Refuses unless first the driver, then the device's compute capability can run code for `arch`.
 void check_runs(const Driver& driver, const Arch& arch, int32_t min_driver, int32_t ordinal);
 
 }  // namespace kvg::cuda

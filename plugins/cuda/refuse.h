@@ -1,4 +1,4 @@
-// One sentence per refusal, thrown inside and handed out at the entry points.
+// Refusals: one sentence each, thrown inside the library and returned by entry points as a message.
 #pragma once
 
 #include <cstddef>
@@ -21,7 +21,7 @@ struct Refusal : std::runtime_error {
 
 void say(const char* sentence, char* message, size_t message_size);
 
-// The first two fields of every struct, before anything else of it is read.
+// Checks the first two fields of a struct, before any other field is read.
 template <class Struct>
 void check_frame(const char* what, const Struct* given) {
   if (!given) refuse(KVG_REFUSED, "%s: expected a struct, got a null pointer", what);
@@ -33,7 +33,7 @@ void check_frame(const char* what, const Struct* given) {
            given->struct_size);
 }
 
-// Runs an entry point's body; no exception leaves it.
+// Runs an entry point's body and returns its status; no exception leaves it.
 template <class Body>
 int32_t entry(char* message, size_t message_size, Body&& body) {
   try {

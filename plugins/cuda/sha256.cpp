@@ -53,7 +53,7 @@ Digest sha256(const void* data, size_t size) {
   const auto* bytes = static_cast<const uint8_t*>(data);
   size_t left = size;
   for (; left >= 64; left -= 64, bytes += 64) mix(state, bytes);
-  uint8_t tail[128] = {};  // what is left, a 1 bit, zeros, the length in bits
+  uint8_t tail[128] = {};  // the remaining bytes, a 1 bit, zeros, the length in bits
   if (left) std::memcpy(tail, bytes, left);
   tail[left] = 0x80;
   const size_t end = left < 56 ? 64 : 128;

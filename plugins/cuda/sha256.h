@@ -1,4 +1,4 @@
-// SHA-256 (FIPS 180-4), the hash of the artifact's manifest: names an image, and tells a changed one.
+// SHA-256 (FIPS 180-4), as in an artifact's manifest: it names an image and detects a changed one.
 #pragma once
 
 #include <array>

@@ -18,10 +18,10 @@ struct Place {
   size_t at, size;
 };
 
-// Every living place of an image: graphs that share one come and go in any order.
+// All places of each image in memory: graphs that share an image come and go in any order.
 using Places = std::map<Digest, std::vector<Place>>;
 
-std::mutex g_mutex;  // of the places
+std::mutex g_mutex;  // guards the places
 Places& places() {
   static auto& instance = *new Places;  // graphs may outlive static destructors
   return instance;
@@ -49,7 +49,7 @@ void publish(const std::shared_ptr<const std::string>& field) {
   const std::string& bytes = *field;
   for (size_t at = 0; at < bytes.size();) {
     const size_t left = bytes.size() - at;
-    if (left == 1 && !bytes[at]) return;  // a string's end, from the parser
+    if (left == 1 && !bytes[at]) return;  // the final NUL of a string, from the parser
     const uint64_t size = left >= header ? little_endian(&bytes[at + sizeof(Digest)]) : 0;
     if (left < header || size > left - header)
       refuse(KVG_REFUSED, "field images: expected whole images, got %zu bytes, which end inside one",

@@ -18,11 +18,12 @@ struct Image {
   size_t size;
 };
 
-// Makes every image of a node's field `images` known while the field is kept: for each its SHA-256,
-// its size (u64, little-endian) and its bytes. Refuses what is cut, or is not what its hash says.
+// Makes the images of a node's field `images` known to find_image while the field is alive. The
+// field has for each image its SHA-256, its size (u64, little-endian) and its bytes. Refuses a
+// field that is cut off, or an image that does not match its hash.
 void publish(const std::shared_ptr<const std::string>& field);
 
-// Refuses where no node that carries it is alive.
+// Finds an image for the kernel named `kernel`. Refuses if no living node carries it.
 Image find_image(const Digest& digest, const char* kernel);
 
 }  // namespace kvg::launch

@@ -10,7 +10,7 @@ namespace {
 
 using cuda::refuse;
 
-constexpr char kText[] = "kvgraph-kernels 1";  // how version 1 began
+constexpr char kText[] = "kvgraph-kernels 1";  // the first bytes of version 1
 
 template <size_t N>
 bool ends(const char (&text)[N]) {
@@ -43,7 +43,7 @@ void check_size(const kvg_kernels& header, const std::string& record) {
     refuse(KVG_REFUSED, "field kernels: expected %zu bytes for an arch, got %u",
            sizeof(kvg_arch_kernels), header.arch_size);
   const size_t size = sizeof header + size_t{header.num_archs} * header.arch_size;
-  const bool ended = record.size() == size + 1 && !record[size];  // a string's end, from a parser
+  const bool ended = record.size() == size + 1 && !record[size];  // a final NUL, from a parser
   if (record.size() != size && !ended)
     refuse(KVG_REFUSED, "field kernels: expected a record of %zu bytes, got %zu", size, record.size());
 }
@@ -111,7 +111,7 @@ int count_of(uint8_t kind) {
   return 0;
 }
 
-// Renumbers its operand for `op`; false where `op` has none of that name.
+// Renumbers a parameter's operand for `op`; returns false if `op` has no operand of that name.
 bool read_parameter(const kvg_op& op, const kvg_kernel& kernel, kvg_parameter& parameter) {
   if (parameter.index >= count_of(parameter.kind))
     refuse(KVG_REFUSED, "field kernels: %s: expected parameters of kind 1 to 3 that a plan has, got "
@@ -135,7 +135,7 @@ void read_kernel(const kvg_op& op, kvg_kernel& kernel) {
   if (foreign) kernel = {};
 }
 
-// Triton makes code of 9.0 and newer for that compute capability alone.
+// A record's architecture. For 9.0 and newer, Triton makes code for that compute capability only.
 cuda::Arch arch_of(const char* text) {
   cuda::Arch arch = cuda::parse_arch(text);
   if (arch.number() < 90) return arch;

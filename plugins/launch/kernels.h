@@ -1,5 +1,5 @@
-// What a node's field `kernels` says, a record of launch.h: the constants that its kernels were
-// compiled for, and for each architecture how they are tiled, launched and found.
+// The content of a node's field `kernels`, a record of launch.h: the constants that its kernels
+// were compiled for, and for each architecture their tiling, launch parameters and images.
 #pragma once
 
 #include <map>
@@ -15,7 +15,7 @@ namespace kvg::launch {
 struct ArchKernels {
   cuda::Arch arch;
   kvg_tiling tiling;
-  kvg_kernel kernels[KVG_ROLE_COUNT];  // their operands have the indices of the node's op
+  kvg_kernel kernels[KVG_ROLE_COUNT];  // with operand indices of the node's op
 };
 
 struct Kernels {
@@ -24,16 +24,16 @@ struct Kernels {
   std::map<std::string, double, std::less<>> attributes;
   std::vector<ArchKernels> archs;
 
-  // The one dtype that they take of an operand.
+  // The dtype that the kernels take for an operand.
   int32_t dtype_of(const kvg_operand& operand) const;
-  // The extent that they take of a dim; 0: any.
+  // The extent that the kernels take for a dim; 0: any.
   int64_t extent_of(const kvg_dim& dim) const;
-  // The newest that runs on a device of that compute capability; refuses where none does.
+  // The kernels of the newest architecture that a device of that capability runs; refuses if none.
   const ArchKernels& on(int major, int minor) const;
 };
 
-// Refuses what is not such a record, or lacks a kernel that `op` launches (`stores`: it writes k and
-// v). Kernels whose parameters `op` does not have are left out.
+// Reads a record. Refuses one that is malformed or lacks a kernel that `op` launches (`stores`: it
+// writes k and v). Leaves out kernels with a parameter that `op` does not have.
 Kernels read_kernels(const kvg_op& op, const std::string& record, bool stores);
 
 inline bool given(const kvg_kernel& kernel) { return *kernel.function; }

@@ -1,4 +1,4 @@
-// The entry points of launch.h that plan.
+// The entry points of launch.h for plans and for records of kernels.
 #include <cstring>
 
 #include "cuda/refuse.h"

@@ -38,7 +38,7 @@ void require_range(const kvg_plan& plan, int64_t least, int64_t most,
              static_cast<long long>(number.value));
 }
 
-// A product of numbers of at least 0.
+// The product of numbers that are not negative; refuses one above kMost.
 int64_t product(const kvg_plan& plan, const char* name, std::initializer_list<int64_t> factors) {
   int64_t made = 1;
   for (int64_t factor : factors)
@@ -70,7 +70,7 @@ void check_constants(const kvg_plan& plan, bool attends) {
            c.num_kv_heads, c.num_heads);
 }
 
-// What the rules divide by.
+// Refuses numbers below 1 that the rules divide by.
 void check_tiling(const kvg_plan& plan) {
   const kvg_tiling& tiling = plan.tiling;
   require_range(plan, 1, INT32_MAX,
@@ -118,7 +118,8 @@ kvg_planned& add_rows(kvg_plan& plan, int64_t role, int64_t programs, int64_t ti
   return made;
 }
 
-// Tiles of `block` new tokens: as many for every row, or found by search if those are fewer.
+// Adds a launch of tiles of `block` new tokens: equally many for every row, or, if that takes fewer
+// tiles, only the needed ones, which find their row by search.
 kvg_planned& add_tiles(kvg_plan& plan, int64_t role, int64_t block) {
   const kvg_sizes& sizes = plan.sizes;
   const int64_t per_row = ceildiv(std::min(sizes.max_new, sizes.total_seq_len), block);
@@ -130,8 +131,8 @@ kvg_planned& add_tiles(kvg_plan& plan, int64_t role, int64_t block) {
                   search ? 0 : per_row);
 }
 
-// Parts of every row's context: enough programs for the device, of at least min_part keys. With
-// prefill rows (`mixed`) the device is busy, but a long decode row must not come last.
+// Number of parts of every row's context: enough programs for the device, of at least min_part
+// keys. With prefill rows (`mixed`) the device is busy, but a long decode row must not finish last.
 int64_t parts(const kvg_plan& plan, int64_t batch_size, bool mixed) {
   const kvg_tiling& tiling = plan.tiling;
   int64_t keys = plan.sizes.max_context;
@@ -175,8 +176,8 @@ void add_decode(kvg_plan& plan, int64_t num_parts) {
   set_scratch(plan, rows * num_parts);
 }
 
-// One launch for the rows that a decode tile takes, one for the longer ones, each only where such
-// rows may exist.
+// Adds a launch for rows that fit into a decode tile and one for longer rows, if such rows may
+// exist.
 void add_attention(kvg_plan& plan) {
   const kvg_sizes& sizes = plan.sizes;
   const int64_t longest = std::min(sizes.max_new, sizes.total_seq_len);
@@ -204,13 +205,13 @@ void bound_scratch(kvg_plan& plan) {
   check_constants(plan, true);
   check_sizes(plan);
   const int64_t batch_size = plan.sizes.batch_size;
-  int64_t row_parts = 0;  // rows times parts, where a context is split
+  int64_t row_parts = 0;  // most rows times parts of split contexts
   const auto reckon = [&](int64_t rows, bool mixed) {
     const int64_t found = parts(plan, rows, mixed);
     if (found > 1) row_parts = std::max(row_parts, rows * found);
     return found > 1;
   };
-  reckon(batch_size, true);  // as many parts for any number of rows
+  reckon(batch_size, true);  // a mixed step has the same parts for any number of rows
   for (int64_t rows = 1; rows <= batch_size && reckon(rows, false); ++rows) {
   }
   set_scratch(plan, row_parts);

@@ -1,5 +1,5 @@
-// Which kernels a step launches, with which grids: the rules of every host, and of Python's sessions
-// through kvg_cuda_plan. What the kernels rely on is said in kvgraph/kernels/.
+// Rules that choose the kernels that a step launches, and their grids. Every host uses them, and
+// Python's sessions through kvg_cuda_plan. kvgraph/kernels/ says what the kernels rely on.
 #pragma once
 
 #include "kvgraph/launch.h"
@@ -9,7 +9,7 @@ namespace kvg::launch {
 // Fills in the launches and the scratch memory of a plan. Refuses sizes that no step has.
 void plan_step(kvg_plan& plan);
 
-// Fills in `scratch` with what any step up to `sizes` may use.
+// Fills in `scratch` with the most that any step up to `sizes` may use.
 void bound_scratch(kvg_plan& plan);
 
 }  // namespace kvg::launch

@@ -18,7 +18,7 @@ constexpr size_t kScratchAlignment = 256;
 
 size_t aligned(size_t bytes) { return (bytes + kScratchAlignment - 1) / kScratchAlignment * kScratchAlignment; }
 
-// Throws the launcher's sentence.
+// Calls an entry point of the launcher; throws its sentence if it refuses.
 template <class Entry, class... Arguments>
 void call(Entry entry, Arguments... arguments) {
   char message[512] = "";
@@ -26,7 +26,7 @@ void call(Entry entry, Arguments... arguments) {
   if (status != KVG_DONE) refuse(static_cast<kvg_status>(status), "%s", message);
 }
 
-// Of the thread's context, which the host runtime works in.
+// The device of the thread's context, which the host runtime works in; 0 if there is no context.
 int current_device() {
   const cuda::Driver& driver = cuda::driver();
   cuda::Context* context = nullptr;
@@ -75,7 +75,7 @@ void check_aliases(const Node& node, const kvg_tensor* operands) {
   }
 }
 
-// Extent of a symbolic dim of contract.h over the inputs; refuses where two of them disagree.
+// Extent of a symbolic dim of contract.h in the inputs, -1 if none has it. Refuses if two disagree.
 int64_t extent_of(const Node& node, const kvg_tensor* operands, int32_t symbol) {
   int64_t extent = -1;
   const char* owner = nullptr;
@@ -190,7 +190,7 @@ void check_operands(const Node& node, const kvg_tensor* operands) {
     const int32_t dtype = node.kernels.dtype_of(operand);
     if (given.dtype != dtype)
       refuse(KVG_REFUSED, "%s: %s: expected %s from the node's kernels, got %s", node.op->name,
-             operand.name, KVG_DTYPE_NAMES[dtype], KVG_DTYPE_NAMES[given.dtype]);
+             operand.name, kvg_dtype_name(dtype), kvg_dtype_name(given.dtype));
     if (given.rank != operand.rank)
       refuse(KVG_REFUSED, "%s: %s: expected rank %d, got %d", node.op->name, operand.name,
              operand.rank, given.rank);
@@ -205,7 +205,7 @@ kvg_sizes sizes_of(const Node& node, const kvg_tensor* operands, const int32_t* 
   sizes.batch_size = extent(KVG_DIM_BATCH_SIZE);
   sizes.total_seq_len = extent(KVG_DIM_TOTAL_SEQ_LEN);
   sizes.table_width = extent(KVG_DIM_MAX_NUM_PAGES);
-  // A row has at most all new tokens, and what its pages hold.
+  // Bounds: a row has at most all new tokens, and at most the context that its pages can hold.
   sizes.max_new = sizes.total_seq_len;
   sizes.max_context = sizes.table_width * node.kernels.constants.page_size;
   if (!max_lengths) return sizes;

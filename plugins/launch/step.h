@@ -1,7 +1,8 @@
-// One step of an op on a device: kernels loaded once, launched with the extents of the operands.
-// Knows no host runtime: an adapter hands in operands, scratch memory and a stream.
+// One step of an op on a device: kernels are loaded once and launched with the extents of the
+// operands. This code knows no host runtime: an adapter gives it operands, scratch memory and a
+// stream.
 //
-// Operands are the op's, in the order of its table in contract.h; dtype 0: left out.
+// Operands are in the order of the op's table in contract.h; dtype 0: left out.
 #pragma once
 
 #include <cstdint>
@@ -23,32 +24,33 @@ struct Node {
   int64_t attribute(const char* name, int64_t otherwise) const;
 };
 
-// Refuses an attribute that is a constant of the kernels and not this one.
+// Refuses an attribute that differs from the constant that the kernels were compiled for.
 void check_attributes(const Node& node);
 
 // Refuses inputs of another dtype, rank or extent than the kernels were compiled for.
 void check_operands(const Node& node, const kvg_tensor* operands);
 
-// The sizes of a step; refuses where two inputs disagree. `max_lengths` is the first row of that
-// input where the host can read it; null: the bounds that the other extents give.
+// The sizes of a step; refuses if two inputs disagree. `max_lengths`: the first row of that input,
+// if the host can read it; null: the lengths are bounded by the extents of the other inputs.
 kvg_sizes sizes_of(const Node& node, const kvg_tensor* operands, const int32_t* max_lengths);
 
 // Bytes of scratch memory that a step uses.
 size_t scratch_bytes(const kvg_plan& plan);
 
-// The same of any step up to these extents, on any of the archs.
+// Most bytes of scratch memory that a step up to the extents of `most` uses, on any architecture.
 size_t scratch_bound(const Node& node, const kvg_tensor* most);
 
 enum class Multiprocessors { kTypical, kOwn };
 
 // Kernels of one device, found in the images and loaded when the first step needs them: neither a
-// constructor nor a copy asks the device for anything. One thread at a time.
+// constructor nor a copy uses the device. Only one thread at a time may use an object.
 class Device {
  public:
-  // What a step launches on the thread's device. kTypical: as `scratch_bound` reckons with.
+  // Plans the launches of a step on the thread's device, with its number of multiprocessors (kOwn)
+  // or that of the tiling, which `scratch_bound` uses (kTypical).
   kvg_plan plan(const Node& node, const kvg_tensor* operands, const kvg_sizes& sizes,
                 Multiprocessors count);
-  // `scratch`: device memory of `scratch_bytes`. Enqueues on `stream`, a CUstream.
+  // Enqueues the launches on `stream`, a CUstream. `scratch`: device memory of `scratch_bytes`.
   void run(const Node& node, const kvg_tensor* operands, const kvg_plan& plan, void* scratch,
            void* stream) const;
 

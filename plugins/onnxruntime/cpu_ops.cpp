@@ -1,10 +1,10 @@
-// Kernels of the CPU provider: those of plugins/cpu, on the host's threads.
+// Kernels of the CPU provider: they run the kernels of plugins/cpu on the host's threads.
 #include "onnxruntime/kernel.h"
 
 namespace kvg::onnxruntime {
 namespace {
 
-// The host's threads, as a kernel sees them.
+// The host's threads, for a kernel's parallel_for.
 struct Threads {
   const ort::Api* api;
   const ort::KernelContext* context;

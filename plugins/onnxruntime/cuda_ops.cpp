@@ -1,15 +1,15 @@
-// Kernels of the CUDA provider: the cubins that kvgraph compiled, planned and launched as TensorRT's
-// plugins do (plugins/launch), on the provider's stream.
+// Kernels of the CUDA provider. They plan and launch the cubins that kvgraph compiled, as
+// TensorRT's plugins do (plugins/launch), on the provider's stream.
 //
-// Where the cubins come from: attributes of the node, `kernels` (what was compiled) and `images`, both
-// tensors of bytes, what TensorRT's plugins have as fields. A folder named in the session's
-// configuration would be smaller, but a model is then no longer what its bytes say: any host that has
-// model.onnx and this library runs it, the manifest's hash of the one file covers them, and nothing
-// can be paired wrongly.
-// Equal images travel once, in the first node; the others find them in the process by their SHA-256.
+// The cubins are in two attributes of the node, both tensors of bytes: `kernels` (the record of
+// launch.h) and `images`. TensorRT's plugins have them as fields. A folder named in the session's
+// configuration would make the model smaller, but with attributes any host that has model.onnx and
+// this library runs it, the manifest's hash of that file covers the cubins, and a model cannot be
+// paired with the wrong ones.
+// Each image is stored once, in one node; the others find it in the process by its SHA-256.
 //
-// Written from the runtime's public headers and run against a host of our own
-// (tests/plugins/onnxruntime_host.cpp): no machine at hand had its CUDA provider.
+// This file was written from the runtime's public headers and is tested with a host of our own
+// (tests/plugins/onnxruntime_host.cpp), because no machine at hand had the CUDA provider.
 #include <algorithm>
 #include <cstring>
 #include <exception>
@@ -28,7 +28,7 @@ constexpr char kMaxLengths[] = "max_lengths";
 
 bool is_max_lengths(const kvg_operand& operand) { return !std::strcmp(operand.name, kMaxLengths); }
 
-// Runs a body that throws refusals; its sentence is the status.
+// Runs a body; turns an exception that it throws into a status with the same sentence.
 template <class Body>
 ort::Status* guarded(const ort::Api* api, Body&& body) {
   try {
@@ -41,8 +41,8 @@ ort::Status* guarded(const ort::Api* api, Body&& body) {
   }
 }
 
-// Device memory of a step, ordered with the provider's stream: freed once the launches that use it
-// are enqueued, it goes to none that does not wait for them.
+// Device memory of a step, ordered with the provider's stream. It is freed as soon as the launches
+// that use it are enqueued: the provider reuses it only for work that waits for them.
 class Scratch {
  public:
   Scratch(const ort::Api* api, ort::Allocator* allocator) : api_(api), allocator_(allocator) {}
@@ -67,8 +67,8 @@ class Scratch {
 struct CudaKernel : Kernel {
   launch::Node node;
   std::shared_ptr<const std::string> images;
-  ort::Allocator* allocator = nullptr;  // of the provider's device memory
-  std::mutex mutex;                     // of `device`: steps of several threads load it once
+  ort::Allocator* allocator = nullptr;  // for the provider's device memory
+  std::mutex mutex;                     // guards `device`, which steps on several threads use
   launch::Device device;
 
   CudaKernel(const ort::Api* api, const kvg_op* op) : Kernel{api, op, {}} {}
@@ -84,7 +84,7 @@ struct CudaKernel : Kernel {
   const int32_t* max_lengths(const kvg_tensor* operands) const;
 };
 
-// Left as they are where the node has no such attribute.
+// Reads an attribute of the node into `bytes`, which do not change if there is no such attribute.
 ort::Status* CudaKernel::read_bytes(const ort::KernelInfo* info, const char* name,
                                     std::string& bytes) const {
   ort::Allocator* host = nullptr;
@@ -127,7 +127,7 @@ ort::Status* CudaKernel::read_node(const ort::KernelInfo* info) {
   });
 }
 
-// Its first row; null for an op that has no such input.
+// The first row of input max_lengths; null if the op has no such input.
 const int32_t* CudaKernel::max_lengths(const kvg_tensor* operands) const {
   for (int i = 0; i < op->num_inputs; ++i) {
     if (!is_max_lengths(op->operands[i])) continue;
@@ -165,7 +165,7 @@ ort::Status* create_kernel(const ort::CustomOp* op, const ort::Api* api,
 
 }  // namespace
 
-// max_lengths stays with the host, which plans by it.
+// max_lengths stays in host memory, because the host plans with it.
 void use_cuda(Variant& v) {
   v.entry = nullptr;
   v.GetExecutionProviderType = [](const ort::CustomOp*) { return "CUDAExecutionProvider"; };

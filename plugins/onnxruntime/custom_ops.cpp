@@ -14,7 +14,7 @@
 namespace kvg::onnxruntime {
 namespace {
 
-// In the order of KVG_CPU_OPS.
+// Entry points of the CPU kernels, in the order of KVG_CPU_OPS.
 constexpr std::array kEntries{&kvg_cpu_store_kv,          &kvg_cpu_paged_attention,
                               &kvg_cpu_update_and_attend, &kvg_cpu_linear,
                               &kvg_cpu_all_reduce,        &kvg_cpu_all_gather,
@@ -47,7 +47,7 @@ ort::Characteristic characteristic(const kvg_operand& spec) {
   return spec.optional ? ort::kOptional : ort::kRequired;
 }
 
-// `use` makes it a provider's.
+// Makes the registration of op `index` for two dtypes. `use` sets the callbacks of a provider.
 Variant make_variant(int index, int32_t activation, int32_t pool, void (*use)(Variant&)) {
   Variant v = {};
   v.op = KVG_CPU_OPS[index];
@@ -88,14 +88,14 @@ Variant make_variant(int index, int32_t activation, int32_t pool, void (*use)(Va
   return v;
 }
 
-// Every dtype that operands of a type variable may have, over the whole op.
+// Bit mask of the dtypes that a type variable of the op may have; float32 if the op has none.
 uint32_t allowed(const kvg_op& op, int32_t type_variable) {
   for (int i = 0; i < op.num_inputs; ++i)
     if (op.operands[i].type_variable == type_variable) return op.operands[i].dtypes;
   return 1u << KVG_FLOAT32;
 }
 
-// The domain with every variant of every op; made once, and alive as long as the library.
+// The domain with every variant of every op; made once, it lives as long as the library.
 struct Registration {
   ort::CustomOpDomain* domain = nullptr;
   ort::Status* failure = nullptr;
@@ -108,7 +108,7 @@ struct Registration {
     for (int op = 0; op < KVG_NUM_OPS; ++op) add(api, op, use_cuda);
   }
 
-  // The op for every pair of dtypes, on a provider.
+  // Adds an op of one provider for every pair of dtypes.
   void add(const ort::Api* api, int op, void (*use)(Variant&)) {
     for (int t = 1; t < kNumDtypes; ++t)
       for (int p = 1; p < kNumDtypes; ++p) {

@@ -8,7 +8,7 @@ namespace {
 int32_t dtype_of(ort::ElementType type) {
   for (int code = 1; code < kNumDtypes; ++code)
     if (element_type_of(code) == type) return code;
-  return kNumDtypes;  // no kernel knows it
+  return kNumDtypes;  // a code that kernels refuse
 }
 
 }  // namespace
@@ -20,7 +20,7 @@ ort::Status* Kernel::read_attributes(const ort::KernelInfo* info) {
     int64_t integer = static_cast<int64_t>(spec.value);
     ort::Status* absent = spec.is_float ? ort::AttributeFloat::call(api, info, spec.name, &real)
                                         : ort::AttributeInt::call(api, info, spec.name, &integer);
-    // Its text tells an attribute of another type from none.
+    // Only the message tells an attribute of another type from a missing one.
     if (absent && (spec.required || std::strstr(ort::ErrorMessage::call(api, absent), " type")))
       return absent;
     if (absent) ort::ReleaseStatus::call(api, absent);
@@ -58,7 +58,8 @@ ort::Status* Kernel::read(const ort::Value* value, kvg_tensor& tensor) const {
   return ort::TensorData::call(api, const_cast<ort::Value*>(value), &tensor.data);
 }
 
-// The extent of a dim that an input has, or an attribute of its name gives (0: head_dim's).
+// The extent of a dim: from the attribute of its name if there is one (0: head_dim's), else from an
+// input.
 int64_t Kernel::extent(int32_t symbol, const kvg_tensor* operands) const {
   for (int i = 0; i < op->num_attributes; ++i)
     if (!std::strcmp(op->attributes[i].name, KVG_DIM_NAMES[symbol]))
@@ -90,7 +91,7 @@ ort::Status* Kernel::write(ort::KernelContext* context, size_t index,
     shape_of(spec, operands, shape);
   ort::Value* value = nullptr;
   KVG_TRY(ort::Output::call(api, context, index, shape, static_cast<size_t>(spec.rank), &value));
-  return value ? read(value, tensor) : nullptr;  // null: this output is not taken
+  return value ? read(value, tensor) : nullptr;  // null: the output is unused
 }
 
 }  // namespace kvg::onnxruntime

@@ -1,5 +1,5 @@
-// What a registered op and its kernels have alike on every provider: ONNX Runtime's types, attributes
-// and operands as the tables of contract.h have them. Nothing here knows what an op computes.
+// The part of registered ops and their kernels that all providers share: it reads ONNX Runtime's
+// types, attributes and operands by the tables of contract.h, whatever an op computes.
 #pragma once
 
 #include <string>
@@ -14,17 +14,17 @@ using Entry = int32_t (*)(const kvg_call*, char*, size_t);
 
 constexpr int kNumDtypes = sizeof KVG_DTYPE_ONNX / sizeof *KVG_DTYPE_ONNX;
 
-// ONNX Runtime numbers them as ONNX does.
+// ONNX Runtime numbers element types as ONNX does.
 inline ort::ElementType element_type_of(int32_t dtype) {
   return static_cast<ort::ElementType>(KVG_DTYPE_ONNX[dtype]);
 }
 
 // One registration: an op for one dtype of each type variable. The callbacks come first, so that
-// the pointer that ONNX Runtime hands back is a Variant's.
+// the CustomOp pointer that ONNX Runtime passes back also points to the Variant.
 struct Variant : ort::CustomOp {
   const kvg_op* op;
-  Entry entry;        // of the CPU's kernel; null on another provider
-  int32_t dtypes[3];  // by type variable
+  Entry entry;        // entry point of the CPU kernel; null for another provider
+  int32_t dtypes[3];  // indexed by type variable
 
   ort::ElementType element_type(size_t operand) const {
     const kvg_operand& spec = op->operands[operand];
@@ -37,11 +37,11 @@ struct Variant : ort::CustomOp {
 
 inline const Variant& variant(const ort::CustomOp* op) { return *static_cast<const Variant*>(op); }
 
-// A failed call's status, to return at once.
+// Returns the status of a failed call from the function at once.
 #define KVG_TRY(expression) \
   if (ort::Status* status_ = (expression)) return status_
 
-// A node's kernel: its attributes, and how a step's operands are read.
+// The kernel of a node: its attributes, and functions that read the operands of a step.
 struct Kernel {
   const ort::Api* api;
   const kvg_op* op;
@@ -51,7 +51,7 @@ struct Kernel {
     return ort::CreateStatus::call(api, ort::kInvalidArgument, sentence.c_str());
   }
   ort::Status* read_attributes(const ort::KernelInfo* info);
-  // Inputs, then outputs, for which memory is asked; dtype 0: left out, or not taken.
+  // Reads the inputs, then requests memory for the outputs. dtype 0: left out or unused.
   ort::Status* read_operands(ort::KernelContext* context, kvg_tensor* operands) const;
   ort::Status* read(const ort::Value* value, kvg_tensor& tensor) const;
 
@@ -61,12 +61,12 @@ struct Kernel {
   int64_t extent(int32_t symbol, const kvg_tensor* operands) const;
 };
 
-// The callbacks of a variant that make, run and destroy kernels of a provider, and its name.
+// Set the callbacks of a variant that name a provider and make, run and destroy its kernels.
 void use_cpu(Variant& variant);
 void use_cuda(Variant& variant);
 
-// Output shapes in the graph: of the input that an output aliases, or of the first input. Whatever
-// is not known stays unknown. `api` is the process's.
+// Shape inference: an output has the shape of the input that it aliases, or of the first input,
+// except for its last dim. Unknown dims stay unknown. use_api sets the API table of infer_shapes.
 void use_api(const ort::Api* api);
 ort::Status* infer_shapes(const ort::CustomOp* custom_op, ort::ShapeContext* context);
 

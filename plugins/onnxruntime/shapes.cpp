@@ -5,7 +5,7 @@ namespace {
 
 const ort::Api* g_api = nullptr;  // set once, by the first registration
 
-// Reads an integer attribute of the node; 0 where it has none.
+// Reads an integer attribute of the node; 0 if the node does not have it.
 int64_t node_attribute(const ort::Api* api, const ort::ShapeContext* context, const char* name) {
   const ort::OpAttribute* attribute = nullptr;
   int64_t value = 0;
@@ -18,7 +18,8 @@ int64_t node_attribute(const ort::Api* api, const ort::ShapeContext* context, co
   return absent ? 0 : value;
 }
 
-// `like`'s dims, names included, with `last` as the last dim; its type, unless the output has its own.
+// Gives `info` the dims of `like`, names included, but `last` as the last dim, and the type `own`,
+// or that of `like` if `own` is kUndefined.
 ort::Status* with_last_dim(const ort::Api* api, const ort::TensorInfo* like, int64_t last,
                            ort::ElementType own, ort::TensorInfo* info) {
   size_t rank = 0;
@@ -37,8 +38,8 @@ ort::Status* with_last_dim(const ort::Api* api, const ort::TensorInfo* like, int
   return ort::SetSymbolicDimensions::call(api, info, names, rank);
 }
 
-// An output has the shape of the input that it aliases, or of the first input, whose last dim the
-// node's attribute of that dim's name replaces. Whatever is not known stays unknown.
+// Gives an output the shape of the input that it aliases, or of the first input, with the last dim
+// from the node's attribute of that dim's name, if it has one. Unknown dims stay unknown.
 ort::Status* infer_output(const Variant& made, ort::ShapeContext* context, size_t index) {
   const kvg_op& op = *made.op;
   const size_t operand = static_cast<size_t>(op.num_inputs) + index;
@@ -53,7 +54,8 @@ ort::Status* infer_output(const Variant& made, ort::ShapeContext* context, size_
   const int64_t width =
       spec.alias < 0 && last >= 0 ? node_attribute(g_api, context, KVG_DIM_NAMES[last]) : 0;
   if (width == 0) return ort::SetOutputTypeShape::call(g_api, context, index, like);
-  // A type variable has the node's type, which `made`, one registration of several, need not have.
+  // A type variable has the node's type, which may differ from that of `made`, one of several
+  // registrations.
   const ort::ElementType type = spec.type_variable ? ort::kUndefined : made.element_type(operand);
   KVG_TRY(ort::CreateTensorInfo::call(g_api, &own));
   ort::Status* status = with_last_dim(g_api, like, width, type, own);

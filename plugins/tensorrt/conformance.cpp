@@ -77,8 +77,8 @@ KVG_SAME_NUMBER(Language::kCpp, APILanguage::kCPP);
 KVG_SAME_NUMBER(Severity::kError, ILogger::Severity::kERROR);
 KVG_SAME_NUMBER(Severity::kWarning, ILogger::Severity::kWARNING);
 
-// Index of a virtual method in its class's table, from the first word of a pointer to it: 1 and the
-// offset there, by the Itanium C++ ABI (section 2.3).
+// Index of a virtual method in its class's virtual table. By the Itanium C++ ABI (section 2.3), the
+// first word of a pointer to the method is its offset there plus 1.
 template <class Method>
 int slot(Method method) {
   ptrdiff_t word = 0;

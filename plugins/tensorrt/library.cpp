@@ -1,4 +1,4 @@
-// What TensorRT finds in this library by name, and what kvgraph's own tools and tests call.
+// The functions that TensorRT finds in this library by name, and one for kvgraph's tools and tests.
 #include <new>
 
 #include "kvgraph/launch.h"
@@ -42,7 +42,7 @@ KVG_LAUNCH_EXPORT trt::Creator* const* getCreators(int32_t& count) {
 
 KVG_LAUNCH_EXPORT void setLoggerFinder(trt::LoggerFinder* finder) { use_logger_finder(finder); }
 
-// The sentence with which a plugin of this process refused last; empty if none did.
+// Writes the last refusal of a plugin of this process to `message`; empty if there was none.
 KVG_LAUNCH_EXPORT void kvg_tensorrt_message(char* message, size_t message_size) {
   kvg::cuda::say(last_sentence().c_str(), message, message_size);
 }

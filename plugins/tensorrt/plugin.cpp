@@ -9,7 +9,7 @@
 namespace kvg::tensorrt {
 namespace {
 
-// By kvg_dtype; no operand has code 0.
+// TensorRT's types, indexed by kvg_dtype; no operand has code 0.
 constexpr trt::DataType kTypes[] = {trt::DataType::kFLOAT, KVG_DTYPE_TENSORRT(trt::DataType::)};
 constexpr int kNumDtypes = sizeof kTypes / sizeof *kTypes;
 
@@ -33,7 +33,7 @@ void check_type(const Settings& settings, int position, trt::DataType given) {
            operand.name, KVG_DTYPE_NAMES[dtype], name_of(given));
 }
 
-// A dim that kernels were compiled for is that constant of the graph.
+// Refuses unless a dim that kernels were compiled for is the same constant in the graph.
 void check_dim(const Settings& settings, const kvg_operand& operand, const kvg_dim& dim,
                const trt::Dimension& given) {
   const int64_t expected = settings.kernels.extent_of(dim);
@@ -59,7 +59,7 @@ void check_dims(const Settings& settings, const trt::DimsExprs* in) {
   }
 }
 
-// An input's dim of that symbol, or the constant that kernels were compiled for.
+// Returns the equal dim of an input, or else the constant that kernels were compiled for.
 const trt::Dimension* dim_of(const Settings& settings, const trt::DimsExprs* in, const kvg_dim& dim,
                              trt::ExprBuilder& builder) {
   for (int i = 0; i < settings.num_inputs; ++i)
@@ -74,7 +74,7 @@ const trt::Dimension* dim_of(const Settings& settings, const trt::DimsExprs* in,
   return builder.constant(known);
 }
 
-// An operand of the op's table, as launches take it.
+// Makes the kvg_tensor of an operand, as launches take it.
 kvg_tensor tensor_of(const Settings& settings, int position, const trt::Dims& dims, void* data) {
   kvg_tensor made = {data, settings.kernels.dtype_of(settings.operand(position)), dims.count, {}};
   std::copy_n(dims.extent, std::min(dims.count, KVG_MAX_RANK), made.shape);
@@ -161,7 +161,7 @@ size_t Plugin::workspace_size(const trt::DynamicTensorDesc* in, int32_t num_in,
   return bytes;
 }
 
-// Output positions count outputs alone.
+// `output` counts outputs only, unlike positions in Settings.
 int32_t Plugin::aliased_input(int32_t output) noexcept {
   if (output < 0 || output >= settings_->num_outputs() || !settings_->aliased) return -1;
   const int32_t alias = settings_->operand(settings_->num_inputs + output).alias;
@@ -176,7 +176,7 @@ int32_t Plugin::on_shape_change(const trt::TensorDesc*, int32_t num_in, const tr
 int32_t Plugin::enqueue(const trt::TensorDesc* in_desc, const trt::TensorDesc* out_desc,
                         const void* const* in, void* const* out, void* workspace,
                         trt::Stream* stream) noexcept {
-  // A builder times layers on made-up inputs: lengths and pages of any number.
+  // A builder times layers on made-up inputs, whose lengths and page ids may be invalid.
   if (phase_ == trt::Phase::kBuild) return 0;
   return guarded([&] {
     const Settings& settings = *settings_;
@@ -187,7 +187,8 @@ int32_t Plugin::enqueue(const trt::TensorDesc* in_desc, const trt::TensorDesc* o
           output < 0 ? tensor_of(settings, i, in_desc[i].dims, const_cast<void*>(in[i]))
                      : tensor_of(settings, i, out_desc[output].dims, out[output]);
     }
-    // max_lengths is the device's; the workspace was sized before a device was known.
+    // The host cannot read max_lengths, which is in device memory. kTypical, because the workspace
+    // was sized before a device was known.
     const kvg_sizes sizes = launch::sizes_of(settings, operands, nullptr);
     const kvg_plan plan =
         device_.plan(settings, operands, sizes, launch::Multiprocessors::kTypical);

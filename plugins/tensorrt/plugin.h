@@ -1,4 +1,4 @@
-// An op of domain "kvgraph" as TensorRT's plugin, generic over the tables of contract.h.
+// An op of domain "kvgraph" as a TensorRT plugin, generic over the tables of contract.h.
 #pragma once
 
 #include <memory>
@@ -9,7 +9,7 @@ namespace kvg::tensorrt {
 
 constexpr char kPluginVersion[] = "1";
 
-// Each base carries its own interface's `info`.
+// Each base class implements `info` for its interface.
 class Plugin final : public trt::Plugin,
                      public trt::PluginCore,
                      public trt::PluginBuild,
@@ -49,8 +49,8 @@ class Plugin final : public trt::Plugin,
  private:
   std::shared_ptr<const Settings> settings_;
   std::shared_ptr<const Serialized> serialized_;
-  trt::Phase phase_;       // clones have it too; an engine that is read makes plugins of kRuntime
-  launch::Device device_;  // of this clone: a context's own
+  trt::Phase phase_;       // the same in clones; kRuntime in plugins of a deserialized engine
+  launch::Device device_;  // not shared with clones: each execution context has its own
 };
 
 }  // namespace kvg::tensorrt

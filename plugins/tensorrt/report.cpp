@@ -6,9 +6,9 @@
 namespace kvg::tensorrt {
 namespace {
 
-std::mutex g_mutex;  // of g_last
+std::mutex g_mutex;  // guards g_last
 std::string g_last;
-std::atomic<trt::LoggerFinder*> g_finder{nullptr};  // TensorRT's, for good
+std::atomic<trt::LoggerFinder*> g_finder{nullptr};  // owned by TensorRT
 
 }  // namespace
 

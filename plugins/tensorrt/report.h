@@ -1,4 +1,5 @@
-// Refusals: one sentence each, thrown inside (cuda/refuse.h), handed out where TensorRT calls.
+// Refusals: one sentence each, thrown inside (cuda/refuse.h) and reported in methods that TensorRT
+// calls.
 #pragma once
 
 #include <exception>
@@ -11,15 +12,15 @@ namespace kvg::tensorrt {
 
 using cuda::refuse;
 
-// To TensorRT's logger, if it has one for this thread, and to `last_sentence`.
+// Sends a sentence to TensorRT's logger, if it has one for this thread, and to `last_sentence`.
 void report(const std::string& sentence) noexcept;
 
-// What was reported last in this process; empty if nothing was.
+// The sentence that was reported last in this process; empty if there was none.
 std::string last_sentence();
 
 void use_logger_finder(trt::LoggerFinder* finder);
 
-// Runs a method's body: 0, or 1 after the sentence of what it threw was reported.
+// Runs a method's body. Returns 0, or 1 after it reported the sentence of an exception.
 template <class Body>
 int32_t guarded(Body&& body) noexcept {
   try {

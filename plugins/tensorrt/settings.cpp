@@ -8,7 +8,7 @@
 namespace kvg::tensorrt {
 namespace {
 
-// One field by its name, with what it must be.
+// Reads a field by its name; refuses one of another type.
 class FieldReader {
  public:
   FieldReader(const kvg_op& op, const trt::Fields* fields) : op_(op), fields_(fields) {}

@@ -3,8 +3,8 @@
 // A caller fills a kvg_call with the op's operands (inputs, then outputs) and attributes in the
 // order of the tables in contract.h, and calls kvg_cpu_<op>. A kernel checks everything that it
 // relies on (versions, dtypes, shapes, alignment, address of aliased buffers, page ids) before it
-// writes anything; on refusal it returns non-zero and writes one sentence into `message`. So it does
-// where memory runs out; outputs, and the slots of new tokens, then hold anything.
+// writes anything; on refusal it returns non-zero and writes one sentence into `message`. A call that
+// runs out of memory is refused too; outputs, and the slots of new tokens, then hold anything.
 //
 // Entry points may be called from several threads at once, on disjoint pages.
 #ifndef KVGRAPH_ABI_H_
@@ -108,38 +108,38 @@ KVG_EXPORT int32_t kvg_cpu_route(const kvg_call* call, char* message, size_t mes
 typedef enum kvg_gathered { KVG_GATHER_FAILED, KVG_GATHER_DONE, KVG_GATHER_WAITS } kvg_gathered;
 
 // Gathers `bytes` of each rank: rank i's are at parts + i * stride, where this rank's already are.
-// `first`: 1 starts it; 0 asks after the one that was started. Returns within about 100 ms.
+// `first`: 1 starts a gather; 0 asks if the started one is done. Returns within about 100 ms.
 typedef int32_t (*kvg_gather)(void* context, void* parts, uint64_t stride, uint64_t bytes,
                               int32_t first);
 
-// One rank of a tensor-parallel graph. Ranks of one machine meet in shared memory; those of several
-// have a library of the caller's carry their pieces. The caller owns it; a thread that has entered
-// it runs that rank's graph.
+// One rank of a tensor-parallel graph. Ranks of one machine exchange pieces in shared memory; those
+// of several machines use `gather`, a function of the caller. The caller owns the group; a thread
+// that has entered it runs that rank's graph.
 typedef struct kvg_group {
   void* memory;          // kvg_cpu_group_bytes(size) bytes at a multiple of 8, zeroed; shared by all
                          // ranks, unless they gather
   const int32_t* exits;  // [size]: a descriptor that is readable once the rank's process has ended
-                         // (pidfd_open(2)); of ranks that gather a connected socket, on which they
-                         // tell why a step fails; -1: a rank that cannot end alone, such as this one
+                         // (pidfd_open(2)); with `gather`: a connected socket, on which ranks tell
+                         // why a step fails; -1: a rank that cannot end alone, such as this one
   int32_t rank, size;    // 0 to size - 1; 1 to KVG_MOST_RANKS
   int64_t timeout_ms;   // how long a collective waits for another rank
-  uint64_t calls;       // pieces so far, equal on all ranks; 0 at first
-  uint64_t waited_ns;   // spent waiting for other ranks
-  uint64_t moved_bytes; // of this rank's operands
+  uint64_t calls;       // pieces exchanged so far, equal on all ranks; 0 at first
+  uint64_t waited_ns;   // time spent waiting for other ranks
+  uint64_t moved_bytes; // bytes of this rank's operands that were exchanged
   kvg_gather gather;    // NULL: the ranks share memory
-  void* context;        // of `gather`
+  void* context;        // first argument of `gather`
 } kvg_group;
 
 #define KVG_MOST_RANKS 64
 
 KVG_EXPORT uint64_t kvg_cpu_group_bytes(int32_t size);  // 0: no group has that size
-// The group of the calling thread from now on; NULL: none. It must stay valid until it is left.
+// Sets the group of the calling thread; NULL: none. It must stay valid until the thread leaves it.
 KVG_EXPORT void kvg_cpu_enter_group(kvg_group* group);
-// Collectives of all ranks fail from now on, and name this one. Here and below, NULL and a group
-// without memory have nothing to say.
+// Makes the collectives of all ranks fail from now on; their refusals name this rank. Here and
+// below, NULL and a group without memory are ignored.
 KVG_EXPORT void kvg_cpu_abort_group(kvg_group* group);
 
-// KVG_RANK_CUT_OFF: what gathers failed on the rank, while all others seem to be there.
+// KVG_RANK_CUT_OFF: `gather` failed on the rank or took too long, while all others seem to run.
 typedef enum kvg_group_fault {
   KVG_RANK_ENDED = 1,
   KVG_RANK_LATE,
@@ -147,27 +147,27 @@ typedef enum kvg_group_fault {
   KVG_RANK_CUT_OFF
 } kvg_group_fault;
 
-// Why collectives of the group fail: kvg_group_fault << 16 | the rank; 0: they do not.
+// Returns why collectives of the group fail: kvg_group_fault << 16 | the rank; 0: they do not.
 KVG_EXPORT uint32_t kvg_cpu_group_broken(kvg_group* group);
 
-// What a row of logits becomes before a token is drawn from it, in the order of the fields. Token ids
-// are of [0, vocab). Refused beyond these ranges.
+// Edits of a row of logits before a token is drawn from it, applied in the order of the fields.
+// Token ids are in [0, vocab). Values outside the ranges below are refused.
 typedef struct kvg_edits {
   const uint32_t* mask;   // [num_words]; bit b of word w is 1 where token 32 w + b may be drawn;
                           // NULL: all may
-  const int32_t* banned;  // [num_banned]: may not be drawn
+  const int32_t* banned;  // [num_banned]: tokens that may not be drawn
   const int32_t* biased;  // [num_biased]
   const float* bias;      // [num_biased]: added to the logits of `biased`
-  const int32_t* tokens;  // [num_tokens]: the prompt, then the output: what is punished
+  const int32_t* tokens;  // [num_tokens]: the prompt, then the output; penalties apply to them
   int64_t num_words;      // (vocab + 31) / 32 or more
   int64_t num_banned, num_biased, num_tokens;
-  int64_t num_prompt;  // 0 to num_tokens
-  double repetition;   // > 0, finite; a token's logit above 0 is divided by it, another multiplied
-  double presence;     // finite; taken off the logit of each token of the output
-  double frequency;    // finite; the same, as often as the output has the token
+  int64_t num_prompt;  // tokens of the prompt, 0 to num_tokens
+  double repetition;   // > 0, finite; divides the logits of `tokens` above 0, multiplies the others
+  double presence;     // finite; subtracted from the logit of each token of the output
+  double frequency;    // finite; the same, once for each time that the token is in the output
 } kvg_edits;
 
-// How a token is drawn from one row of logits. Refused beyond these ranges.
+// How a token is drawn from one row of logits. Values outside these ranges are refused.
 typedef struct kvg_draw {
   double temperature;  // >= 0, finite; 0: the greatest logit, and the fields up to `edits` have no
                        // effect
@@ -180,11 +180,11 @@ typedef struct kvg_draw {
 
 typedef struct kvg_drawn {
   int32_t token;   // -1: no logit of the row, as edited, is above -infinity
-  int32_t ranked;  // of how many of the row's tokens the order was found
+  int32_t ranked;  // number of the row's tokens that were sorted
 } kvg_drawn;
 
-// One token of each of `rows` dense rows [vocab]: the inverse transform of `uniform` over the tokens
-// that min-p, then top-k, then top-p keep, likeliest first, of equal ones the lowest id first. A NaN
+// Draws a token of each of `rows` dense rows [vocab]: the inverse transform of `uniform` over the
+// tokens that min-p, then top-k, then top-p keep, likeliest first, equal ones by lowest id. A NaN
 // counts as -infinity; where the greatest logit is infinite, the lowest such id is drawn. The logits
 // are not changed.
 KVG_EXPORT int32_t kvg_cpu_sample(const float* logits, const kvg_draw* draws, size_t rows,
@@ -196,7 +196,7 @@ KVG_EXPORT int32_t kvg_cpu_sample(const float* logits, const kvg_draw* draws, si
 typedef struct kvg_scored {
   int64_t row;
   int32_t token;
-  int32_t most;  // 0 to KVG_MOST_LOGPROBS: of how many of the row's likeliest tokens besides
+  int32_t most;  // number of the row's likeliest tokens to score too, 0 to KVG_MOST_LOGPROBS
 } kvg_scored;
 
 typedef struct kvg_logprob {
@@ -205,29 +205,28 @@ typedef struct kvg_logprob {
   double logprob;  // to 1e-5
 } kvg_logprob;
 
-// log_softmax of dense rows [vocab], as far as each of `count` entries asks for it: of its token, then
-// of the likeliest ones, in found[KVG_MOST_LOGPROBS + 1] for each. A NaN counts as -infinity.
+// Writes log_softmax of dense rows [vocab] for each of `count` entries: of its token, then of the
+// row's likeliest ones, to found[KVG_MOST_LOGPROBS + 1] per entry. A NaN counts as -infinity.
 KVG_EXPORT int32_t kvg_cpu_logprobs(const float* logits, size_t rows, int64_t vocab,
                                     const kvg_scored* asked, size_t count, kvg_logprob* found,
                                     char* message, size_t message_size);
 
-// Dense groups of `width` finite weights, an even number of at most 256, each of `tries` steps, at
-// most 256: chosen[group] is the step under which the nibbles, weight / step rounded to the nearest of
-// -8 to 7, have the least squared error; of equal ones the first. A step of 0 counts as 1. In the
-// caller's thread; the same bytes on every processor.
+// Rounds dense groups of `width` finite weights (even, at most 256), each of which has `tries`
+// steps (at most 256). chosen[group] is the index of the step whose nibbles, weight / step rounded
+// to the nearest of -8 to 7, have the least squared error; the first of equal ones. A step of 0
+// counts as 1. Runs in the caller's thread; writes the same bytes on every processor.
 KVG_EXPORT int32_t kvg_cpu_round_groups(const float* weights, const float* steps, size_t groups,
                                         int64_t width, int64_t tries, int8_t* nibbles,
                                         uint8_t* chosen, char* message, size_t message_size);
 
-// Threads of the library's own pool, the caller's included, used where a call gives no
-// parallel_for. Default: the processors that this process may run on. 0 restores the default.
+// Sets the number of threads of the library's own pool, including the caller's; it serves calls
+// without parallel_for. Default: the processors that this process may run on; 0 restores it.
 // Results do not depend on it, bit for bit.
 KVG_EXPORT void kvg_cpu_set_num_threads(uint32_t count);
 KVG_EXPORT uint32_t kvg_cpu_num_threads(void);
 // The instruction set of the kernels that this process runs: amx (avx512_bf16, with linear layers of
-// many rows on tiles), avx512_bf16, avx512, avx2 or baseline. KVGRAPH_CPU_ISA forces one, read once.
-// "": that one is unknown or not of this processor, and every kernel refuses with a sentence that
-// names both.
+// many rows on tiles), avx512_bf16, avx512, avx2 or baseline. KVGRAPH_CPU_ISA, read once, forces
+// one. "": this processor does not run the forced one, or it is unknown; every kernel then refuses.
 KVG_EXPORT const char* kvg_cpu_isa(void);
 
 #ifdef __cplusplus

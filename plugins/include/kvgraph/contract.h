@@ -17,6 +17,11 @@
 typedef enum kvg_dtype { KVG_FLOAT32 = 1, KVG_FLOAT16 = 2, KVG_BFLOAT16 = 3, KVG_INT8 = 4, KVG_FLOAT8_E4M3FN = 5, KVG_INT32 = 6 } kvg_dtype;
 
 static const char* const KVG_DTYPE_NAMES[] = {"none", "float32", "float16", "bfloat16", "int8", "float8_e4m3fn", "int32"};
+// For messages: of any code, known or not.
+static inline const char* kvg_dtype_name(int32_t code) {
+  const int is_known = code >= 0 && code <= 6;
+  return is_known ? KVG_DTYPE_NAMES[code] : "an unknown dtype";
+}
 // By kvg_dtype: bytes; onnx.TensorProto.DataType; the largest of a quantised pool.
 static const int32_t KVG_DTYPE_BYTES[] = {0, 4, 2, 2, 1, 1, 4};
 static const int32_t KVG_DTYPE_ONNX[] = {0, 1, 10, 16, 3, 17, 6};

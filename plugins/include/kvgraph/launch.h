@@ -1,6 +1,6 @@
 // The C ABI of the CUDA launcher: cubin images in, kernel launches out, through the driver API that
-// is found at run time. Needs no CUDA toolkit, to build or to run; the first call that needs the
-// driver looks for it, loading this library does not. Plans need none: they are made on any machine.
+// is found at run time. Building and running need no CUDA toolkit. The first call that needs the
+// driver looks for it; loading this library does not. Plans are made without a driver, anywhere.
 //
 // Every function returns a kvg_status and on refusal writes one sentence into `message`. All may be
 // called from several threads at once. Modules live as long as the process: an image is loaded once
@@ -23,24 +23,24 @@
 extern "C" {
 #endif
 
-// Of the structs and functions below; its own number, as ops (abi.h) change more often.
+// Version of the structs and functions below. KVG_ABI_VERSION is separate: ops change more often.
 #define KVG_LAUNCH_ABI_VERSION 2
 #define KVG_MAX_LAUNCH_ARGUMENTS 62
 
 typedef enum kvg_status {
   KVG_DONE = 0,
   KVG_REFUSED = 1,  // the struct, image or launch is wrong; nothing was done
-  KVG_DEVICE = 2,   // the machine cannot: no driver, an old one, another architecture, an error of it
+  KVG_DEVICE = 2,   // the machine cannot: no or an old driver, another architecture, a driver error
 } kvg_status;
 
-// Fields are only ever appended; a struct of a newer caller is longer and is taken.
+// Fields are only ever appended. The longer struct of a newer caller is accepted.
 typedef struct kvg_cuda_device {
   uint32_t abi_version;  // KVG_LAUNCH_ABI_VERSION, set by the caller
   uint32_t struct_size;  // sizeof(kvg_cuda_device), set by the caller
   int32_t ordinal;       // set by the caller
   int32_t major, minor;  // compute capability
   int32_t multiprocessors;
-  int32_t shared_bytes;  // that one block may ask for
+  int32_t shared_bytes;  // most shared memory that one block may ask for
 } kvg_cuda_device;
 
 typedef struct kvg_cuda_image {
@@ -49,9 +49,11 @@ typedef struct kvg_cuda_image {
   const void* data;       // a cubin; read during the call only
   uint64_t size;          // in bytes
   const char* arch;       // what it was compiled for: "sm_90" runs on 9.x, "sm_90a" on 9.0 alone
-  const uint8_t* sha256;  // 32 bytes that the image must hash to; NULL: whatever it is
-  int32_t device;         // ordinal. The thread's context if it is of this device, else the primary
-  int32_t min_driver;     // 1000 * major + 10 * minor, as the CUDA of its ptxas; 0: as arch needs
+  const uint8_t* sha256;  // the image's expected SHA-256, 32 bytes; NULL: not checked
+  int32_t device;         // ordinal. The image is loaded into the thread's context if that is on
+                          // this device, else into the primary context
+  int32_t min_driver;     // oldest driver, 1000 * major + 10 * minor: the CUDA version of the
+                          // image's ptxas; 0: what arch needs
 } kvg_cuda_image;
 
 typedef enum kvg_argument_kind {
@@ -63,7 +65,7 @@ typedef enum kvg_argument_kind {
 
 typedef struct kvg_argument {
   uint32_t kind;
-  uint32_t alignment;  // of a pointer: what the kernel was compiled to rely on; 0: nothing
+  uint32_t alignment;  // bytes to which the kernel expects a pointer to be aligned; 0: no alignment
   union {
     uint64_t pointer;
     int32_t i32;
@@ -72,23 +74,23 @@ typedef struct kvg_argument {
   } value;
 } kvg_argument;
 
-// A kernel that Triton compiled takes two more pointers (global and profile scratch) after its own:
-// the launcher appends them, as NULL. A block is num_warps * 32 threads.
+// A kernel that Triton compiled takes two more pointers (global and profile scratch) after its own
+// arguments: the launcher appends them, as NULL. A block is num_warps * 32 threads.
 typedef struct kvg_launch {
   uint32_t abi_version;
   uint32_t struct_size;
-  uint64_t module;  // of kvg_cuda_load
+  uint64_t module;  // from kvg_cuda_load
   const char* function;
   const kvg_argument* arguments;
   uint32_t num_arguments;
   uint32_t grid[3];     // in blocks
-  uint32_t cluster[3];  // blocks of a cluster, which divide the grid; all 0 or all 1: none
+  uint32_t cluster[3];  // in blocks; each divides its dim of the grid; all 0 or all 1: no clusters
   uint32_t num_warps;
-  uint32_t shared_bytes;  // dynamic
+  uint32_t shared_bytes;  // dynamic shared memory of a block
   void* stream;           // CUstream of the module's context; NULL: the default stream
 } kvg_launch;
 
-// What the kernels of an op were compiled for. Dims of operands; 0: the op has none of that name.
+// Constants that the kernels of an op were compiled for. A dim is 0 if the op has no such dim.
 typedef struct kvg_constants {
   double scale, softcap;
   int32_t window, chunked, causal, rope_style;
@@ -101,20 +103,21 @@ typedef struct kvg_constants {
 typedef struct kvg_tiling {
   int32_t store_tokens, prefill_tokens, decode_tokens;  // new tokens of a row that a tile takes
   int32_t multiprocessors;
-  int32_t min_part, max_parts;  // keys of a part of a context at least; parts at most
+  int32_t min_part, max_parts;  // fewest keys of a part of a context; most parts
 } kvg_tiling;
 
-// What the host knows of a step. max_new and max_context bound the values on the device, each alone.
-// Refused: numbers below 0 or beyond an int32, but for max_context, up to 2^48; a batch above 2^30.
+// Sizes of a step that the host knows. max_new and max_context are upper bounds of the lengths on
+// the device, each alone. Refused: numbers below 0 or above int32, except max_context up to 2^48; a
+// batch above 2^30.
 typedef struct kvg_sizes {
   int64_t batch_size, total_seq_len, max_new, max_context, table_width;
-  int64_t max_positions;  // of cos_sin, which no context may exceed; 0: not checked
+  int64_t max_positions;  // positions of cos_sin, which no context may exceed; 0: not checked
 } kvg_sizes;
 
 typedef struct kvg_planned {
   int64_t role;                     // KVG_ROLE_*
   int64_t grid[2];                  // in blocks
-  int64_t values[KVG_VALUE_COUNT];  // by KVG_VALUE_*
+  int64_t values[KVG_VALUE_COUNT];  // indexed by KVG_VALUE_*
 } kvg_planned;
 
 #define KVG_MAX_PLANNED 4
@@ -123,23 +126,23 @@ typedef struct kvg_planned {
 typedef struct kvg_plan {
   uint32_t abi_version;
   uint32_t struct_size;
-  const char* op;  // for sentences
+  const char* op;  // name, for refusals
   kvg_constants constants;
   kvg_tiling tiling;
   kvg_sizes sizes;
   int32_t layer, stores, attends;
-  int32_t num_launches;  // filled in, as what follows
+  int32_t num_launches;  // this and the fields below are filled in
   kvg_planned launches[KVG_MAX_PLANNED];
-  int64_t scratch[KVG_SCRATCH_COUNT];  // float32 elements
+  int64_t scratch[KVG_SCRATCH_COUNT];  // sizes in float32 elements
 } kvg_plan;
 
-// What a graph's node has as `kernels`: a kvg_kernels, then num_archs of kvg_arch_kernels, and no
+// The record in a graph node's `kernels`: a kvg_kernels, then num_archs of kvg_arch_kernels, and no
 // more; little-endian, as hosts are. Version 1 was text.
 #define KVG_KERNELS_VERSION 3
 #define KVG_MAX_PARAMETERS 24
 
 typedef enum kvg_parameter_kind {
-  KVG_PARAMETER_OPERAND = 1,  // index of update_and_attend's inputs and outputs
+  KVG_PARAMETER_OPERAND = 1,  // index among update_and_attend's inputs, then outputs
   KVG_PARAMETER_SCRATCH = 2,  // KVG_SCRATCH_*
   KVG_PARAMETER_VALUE = 3,    // KVG_VALUE_*
 } kvg_parameter_kind;
@@ -147,12 +150,12 @@ typedef enum kvg_parameter_kind {
 typedef struct kvg_parameter {
   uint8_t kind;
   uint8_t index;
-  uint16_t alignment;  // of a pointer
+  uint16_t alignment;  // in bytes, for pointers
 } kvg_parameter;
 
 typedef struct kvg_kernel {
   char function[64];   // with a final NUL; "": no kernel of this role
-  uint8_t sha256[32];  // of its cubin
+  uint8_t sha256[32];  // hash of the function's cubin
   uint32_t num_warps, shared_bytes;
   uint32_t num_parameters;
   kvg_parameter parameters[KVG_MAX_PARAMETERS];
@@ -166,21 +169,22 @@ typedef struct kvg_arch_kernels {
 
 typedef struct kvg_kernels {
   uint32_t version;           // KVG_KERNELS_VERSION
-  uint32_t contract_version;  // KVG_ABI_VERSION, of the operands that parameters name
+  uint32_t contract_version;  // KVG_ABI_VERSION that defines the operands of parameters
   uint32_t arch_size;         // sizeof(kvg_arch_kernels)
   uint32_t num_archs;
   kvg_constants constants;
 } kvg_kernels;
 
 KVG_LAUNCH_EXPORT uint32_t kvg_cuda_abi_version(void);
-// Of the record that this library reads.
+// KVG_KERNELS_VERSION of the records that this library reads.
 KVG_LAUNCH_EXPORT uint32_t kvg_cuda_kernels_version(void);
-// Fills in the launches. Needs no driver.
+// Fills in num_launches, launches and scratch. Needs no driver.
 KVG_LAUNCH_EXPORT int32_t kvg_cuda_plan(kvg_plan* plan, char* message, size_t message_size);
-// Fills in `scratch` with what any step up to `sizes` may use.
+// Fills in `scratch` with the most that any step up to `sizes` may use.
 KVG_LAUNCH_EXPORT int32_t kvg_cuda_bound_scratch(kvg_plan* plan, char* message,
                                                  size_t message_size);
-// Refuses what is not a record of kernels that op `op` can launch (`stores`: it is given k and v).
+// Refuses a malformed record, or one without a kernel that op `op` launches (`stores`: the op is
+// given k and v).
 KVG_LAUNCH_EXPORT int32_t kvg_cuda_check_kernels(const void* record, size_t record_size,
                                                  const char* op, int32_t stores, char* message,
                                                  size_t message_size);
@@ -188,20 +192,20 @@ KVG_LAUNCH_EXPORT int32_t kvg_cuda_check_kernels(const void* record, size_t reco
 KVG_LAUNCH_EXPORT int32_t kvg_cuda_driver_version(int32_t* version, char* message,
                                                   size_t message_size);
 KVG_LAUNCH_EXPORT int32_t kvg_cuda_device_count(int32_t* count, char* message, size_t message_size);
-// Fills in what follows `ordinal`.
+// Fills in the fields after `ordinal`.
 KVG_LAUNCH_EXPORT int32_t kvg_cuda_describe(kvg_cuda_device* device, char* message,
                                             size_t message_size);
-// Refuses where an image for `arch` cannot run on the device: by driver and compute capability.
+// Refuses if the driver or the device's compute capability cannot run an image for `arch`.
 KVG_LAUNCH_EXPORT int32_t kvg_cuda_check_arch(const char* arch, int32_t ordinal, char* message,
                                               size_t message_size);
 KVG_LAUNCH_EXPORT int32_t kvg_cuda_load(const kvg_cuda_image* image, uint64_t* module,
                                         char* message, size_t message_size);
-// Finds the function and sets its shared memory, so that a later kvg_cuda_launch of it does nothing
-// but launch, as is required while a stream is captured.
+// Finds the function and sets its shared memory. A later kvg_cuda_launch of it then only launches,
+// as is required while a stream is captured.
 KVG_LAUNCH_EXPORT int32_t kvg_cuda_prepare(uint64_t module, const char* function,
                                            uint32_t shared_bytes, char* message,
                                            size_t message_size);
-// Enqueues; an error that the kernel makes while it runs shows in a later call.
+// Enqueues the kernel. An error that occurs while it runs is reported by a later call.
 KVG_LAUNCH_EXPORT int32_t kvg_cuda_launch(const kvg_launch* launch, char* message,
                                           size_t message_size);
 
