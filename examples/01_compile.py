@@ -1,4 +1,4 @@
-"""Compile a checkpoint ahead of time: no KV memory is allocated, any pool size binds later."""
+"""Compile a checkpoint ahead of time. It allocates no KV memory; any pool size binds later."""
 
 import sys
 from pathlib import Path

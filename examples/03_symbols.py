@@ -1,4 +1,4 @@
-"""What a graph binds to, described for hardware that this machine does not have."""
+"""Print the symbols that a graph binds to, for hardware that this machine does not have."""
 
 import kvgraph
 

@@ -1,4 +1,4 @@
-"""Pages that outlive the engine: a folder of pages, and a prompt that is computed ahead of time."""
+"""Keep pages after an engine ends: in a folder, and in a file with a precomputed prompt."""
 
 import sys
 import tempfile

@@ -1,4 +1,4 @@
-"""Weights in int8 and int4 without calibration, and what they cost in perplexity."""
+"""Store weights in int8 and int4 without calibration, and measure the perplexity."""
 
 import sys
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""torch.compile over a paged cache: one graph for batches of every size, equal to eager."""
+"""Run torch.compile over a paged cache: one graph serves every batch size, and equals eager."""
 
 from importlib import import_module
 
@@ -14,7 +14,7 @@ SIGNATURE = kvgraph.GraphSignature.of(PARAMS.get_symbolic_inputs()[0], own.VOCAB
 
 
 def inputs(manager, batch) -> list[torch.Tensor]:
-    """One step's values, in the order of the symbols, whose symbolic dims are marked."""
+    """One step's values, in the order of the symbols. Symbolic dims are marked as dynamic."""
     offsets = np.cumsum([0, *(request.active_length for request in batch)])
     tokens = np.concatenate([r.tokens[r.processed_length :] for r in batch])
     given = [np.asarray(x, np.int32) for x in (tokens, offsets, offsets[1:] - 1)]

@@ -1,5 +1,5 @@
-"""An engine of torch-tensorrt in two places: all but the engine here, the engine on the GPU's
-machine. Here needs no GPU, no TensorRT and no torch-tensorrt; there needs no Triton."""
+"""Build a torch-tensorrt engine in two places: all but the engine here, the engine on the GPU's
+machine. Here it needs no GPU, no TensorRT and no torch-tensorrt; there it needs no Triton."""
 
 import sys
 from pathlib import Path
