@@ -29,7 +29,7 @@ import torch
 from onnx import TensorProto, helper
 
 from kvgraph.bench.limits import read_limits
-from kvgraph.compiler.packed_weights import Packed, Stored, keep, pack
+from kvgraph.compiler.packed_weights import Packed, StoredRows, keep, pack
 from kvgraph.contract.dtypes import DTYPES
 from kvgraph.ops import LINEAR, OPSET_DOMAIN, OPSET_VERSION, native
 from kvgraph.ops.packed import E2M1, INT8, INTEGERS, NVFP4, NVFP4_GROUP, Form
@@ -54,9 +54,9 @@ def packed(form: Form) -> Packed:
         scales = random.integers(118, 130, groups).astype(np.uint8)
     if form.codes == NVFP4:
         scales = random.integers(60, 120, groups).astype(np.uint8)
-        return keep([Stored(numbers, scales, factors=np.full((N, 1), 1e-3, np.float32))], form)
+        return keep([StoredRows(numbers, scales, factors=np.full((N, 1), 1e-3, np.float32))], form)
     offsets = random.integers(-8, 9, groups).astype(np.int8) if form.has_offsets else None
-    return keep([Stored(numbers, scales, offsets)], form)
+    return keep([StoredRows(numbers, scales, offsets)], form)
 
 
 def ours(form: Form, x: Array, threads: int) -> Call:

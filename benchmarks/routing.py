@@ -27,7 +27,7 @@ import numpy as np
 
 from kvgraph.contract.params import KVCacheParams
 from kvgraph.kv.paged import PagedKVCacheManager
-from kvgraph.kv.pool.journal import Removed, Stored
+from kvgraph.kv.pool.journal import PageRemoved, PageStored
 from kvgraph.kv.requests import TextContext
 from kvgraph.runtime.stats import EngineStats
 from kvgraph.serve.facts import EngineFacts
@@ -65,9 +65,9 @@ class Replica:
         self.kv.step([[context]])
         self.kv.release(request, 0)
         changes = {
-            event.digest: isinstance(event, Stored)
+            event.digest: isinstance(event, PageStored)
             for event in self.kv.events()
-            if isinstance(event, Stored | Removed)
+            if isinstance(event, PageStored | PageRemoved)
         }
         added = [digest for digest, held in changes.items() if held]
         removed = [digest for digest, held in changes.items() if not held]

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from importlib.abc import Loader
     from importlib.machinery import ModuleSpec
     from types import ModuleType
-from kvgraph.handlers import let_pass
+from kvgraph.signal_handlers import reraise_if_signalled
 
 
 def register_with_torch() -> None:
@@ -70,7 +70,7 @@ def _register() -> None:
     try:
         from kvgraph.ops import torch_fusions, torch_ops, torch_pytrees  # noqa: F401
     except Exception as error:
-        let_pass(error)
+        reraise_if_signalled(error)
         version = getattr(sys.modules["torch"], "__version__", "of an unknown version")
         warnings.warn(
             f"kvgraph: its ops are not registered with torch {version}: {error}", stacklevel=2

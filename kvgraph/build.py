@@ -196,7 +196,7 @@ def compile(
 
 
 def _write(
-    request: options.Request,
+    request: options.CompileRequest,
     weights: str | None,
     notes: list[str],
     traced: Traced,
@@ -227,7 +227,7 @@ def _write(
 
 
 def _write_ranks(
-    request: options.Request,
+    request: options.CompileRequest,
     weights: str | None,
     traced: Traced,
     folder: Path,

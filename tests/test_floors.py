@@ -12,7 +12,7 @@ PACKAGE = Path(__file__).parents[1] / "kvgraph"
 
 FLOORS = {
     "errors": 0,
-    "handlers": 0,
+    "signal_handlers": 0,
     "plural": 0,
     "progress": 0,
     "contract": 1,

@@ -65,7 +65,7 @@ class Experts:
 
 
 @dataclass(frozen=True)
-class Described:
+class ModelSizes:
     """A checkpoint as its configuration and the shapes of its weights describe it.
 
     `widest`: values per token that the widest linear layer makes, the head not counted.
@@ -134,7 +134,7 @@ class Described:
             return PLAIN
         return self.stored.head if linear.is_head else self.stored.linears
 
-    def kept_as(self, forms: StoredForms, linears: Rule, experts: Rule) -> Described:
+    def kept_as(self, forms: StoredForms, linears: Rule, experts: Rule) -> ModelSizes:
         """The same model with the forms in which a quantised checkpoint stores it.
 
         `linears`, `experts`: whether a layer of that name is stored unquantised.

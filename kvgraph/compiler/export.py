@@ -33,9 +33,9 @@ from kvgraph.compiler.trace_errors import call_refused, refusal
 from kvgraph.contract.dims import NUM_PAGE_SLOTS, NUM_SLOTS
 from kvgraph.contract.signature import GraphSignature
 from kvgraph.errors import KernelError, KVGraphError, UnsupportedError
-from kvgraph.handlers import let_pass
 from kvgraph.ops import torch_ops
 from kvgraph.progress import task
+from kvgraph.signal_handlers import reraise_if_signalled
 
 NAMES = {
     "wrap_with_autocast": "torch.autocast",
@@ -114,7 +114,7 @@ def _trace(model: Model, signature: GraphSignature) -> ExportedProgram:
             except KVGraphError:
                 raise
             except Exception as error:
-                let_pass(error)
+                reraise_if_signalled(error)
                 refused.append(error)
                 continue
         if _admits_ones(program, signature):
@@ -209,7 +209,7 @@ def _at_ones(program: ExportedProgram, model: Model, signature: GraphSignature) 
         with values, torch.no_grad():
             found, expected = run(*inputs())[0], model.module(*inputs())
     except Exception as error:
-        let_pass(error)
+        reraise_if_signalled(error)
         return None
     logits = expected[0] if isinstance(expected, tuple) else expected
     is_alike = found.shape == logits.shape

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from itertools import islice
 
 from kvgraph.compiler.cache import plan_cache, pool_types
-from kvgraph.compiler.described import Described
+from kvgraph.compiler.described import ModelSizes
 from kvgraph.compiler.reserve import Reserve, reserve_of
 from kvgraph.contract.devices import Target, virtual_devices
 from kvgraph.contract.dims import ceildiv
@@ -23,14 +23,14 @@ LEAST_TOKENS = 16
 
 
 @dataclass(frozen=True)
-class OfRanks:
+class RankedModel:
     """A model as one of `ranks` devices holds it.
 
     `refusal`: why compile cannot cut the model into these ranks; empty if it can. With a refusal
     `model` is the whole model, and sizes are estimated as equal parts of it.
     """
 
-    model: Described
+    model: ModelSizes
     ranks: int
     refusal: str = ""
 
@@ -41,7 +41,7 @@ class OfRanks:
 
 
 @dataclass(frozen=True)
-class Wanted:
+class PlanRequest:
     """The compile and engine options to fit into `memory` bytes of one device."""
 
     target: str
@@ -75,7 +75,7 @@ class Fit:
     leaves: dict[str, KVCacheParams]
 
 
-def fit(of: OfRanks, wanted: Wanted) -> Fit:
+def fit(of: RankedModel, wanted: PlanRequest) -> Fit:
     """Divide the memory among weights, reserve and pages. ParamsError if weights, a step and one
     page do not fit."""
     model, ranks = of.model, of.ranks
@@ -113,18 +113,18 @@ def fit(of: OfRanks, wanted: Wanted) -> Fit:
     return Fit(weights, reserve, rest - available, pages, params.leaves)
 
 
-def weight_bytes(of: OfRanks, wanted: Wanted) -> int:
+def weight_bytes(of: RankedModel, wanted: PlanRequest) -> int:
     """Bytes of weights of one device."""
     return ceildiv(of.model.weight_bytes(wanted.dtype, wanted.bits, wanted.on_cpu), of.parts)
 
 
 def would_fit(
-    of: OfRanks,
-    wanted: Wanted,
+    of: RankedModel,
+    wanted: PlanRequest,
     *,
     packs: bool,
     ranks: bool,
-    describe: Callable[[int], OfRanks],
+    describe: Callable[[int], RankedModel],
 ) -> Iterator[str]:
     """Flags with which the model fits, as text; some with the weights' size on a device.
 
@@ -144,13 +144,13 @@ def would_fit(
             yield f"{flag}--tp {least.ranks} ({each} on each device)"
 
 
-def _smaller_weights(wanted: Wanted) -> Iterator[Wanted]:
+def _smaller_weights(wanted: PlanRequest) -> Iterator[PlanRequest]:
     for name in SMALL_WEIGHTS:
         if WEIGHT_BITS[name] < (wanted.bits or 32):
             yield replace(wanted, weights=name)
 
 
-def _smaller_steps(of: OfRanks, wanted: Wanted) -> Iterator[str]:
+def _smaller_steps(of: RankedModel, wanted: PlanRequest) -> Iterator[str]:
     """A flag with fewer tokens, and a flag with fewer rows, with which it fits; sizes are halved
     until it does."""
     tokens = wanted.max_batch_tokens
@@ -163,7 +163,7 @@ def _smaller_steps(of: OfRanks, wanted: Wanted) -> Iterator[str]:
         yield f"--max-batch-size {choice.max_batch_size}"
 
 
-def _first_fitting(of: OfRanks, choices: Iterator[Wanted]) -> Iterator[Wanted]:
+def _first_fitting(of: RankedModel, choices: Iterator[PlanRequest]) -> Iterator[PlanRequest]:
     """The first choice that fits; empty if none does."""
     return islice((choice for choice in choices if _fits(of, choice)), 1)
 
@@ -174,7 +174,7 @@ def _halves(most: int, least: int) -> Iterator[int]:
         yield most
 
 
-def _fits(of: OfRanks, wanted: Wanted) -> bool:
+def _fits(of: RankedModel, wanted: PlanRequest) -> bool:
     try:
         fit(of, wanted)
     except ParamsError:
@@ -182,13 +182,15 @@ def _fits(of: OfRanks, wanted: Wanted) -> bool:
     return True
 
 
-def _least_ranks(wanted: Wanted, describe: Callable[[int], OfRanks], first: int) -> OfRanks | None:
+def _least_ranks(
+    wanted: PlanRequest, describe: Callable[[int], RankedModel], first: int
+) -> RankedModel | None:
     """The model with the fewest ranks, at least `first`, that compile takes and that fit; None: no
     number does. Without transformers equal parts are assumed."""
     whole = describe(1).model
     heads = {need.n_kv_heads for need in whole.layers}
     for ranks in range(first, MOST_SHARDS + 1):
-        parts = OfRanks(whole, ranks, refusal="equal parts")
+        parts = RankedModel(whole, ranks, refusal="equal parts")
         if any(n % ranks and ranks % n for n in heads) or not _fits(parts, wanted):
             continue
         try:

@@ -16,7 +16,7 @@ from functools import partial
 import numpy as np
 import torch
 
-from kvgraph.compiler.packed_weights import BLOCK_ELEMENTS, Section, Stored
+from kvgraph.compiler.packed_weights import BLOCK_ELEMENTS, Section, StoredRows
 from kvgraph.compiler.threads import in_order
 from kvgraph.contract.dims import Array
 from kvgraph.ops.matrices import GROUP, depth_of, groups_of, span_of, stored_dtype
@@ -78,7 +78,7 @@ def stored(rows: torch.Tensor, bits: int) -> Part:
     }
 
 
-def kept(rows: Stored, form: Form) -> Part:
+def kept(rows: StoredRows, form: Form) -> Part:
     """Rearrange stored rows to weight, scales and group bytes, without rounding.
 
     `form`: the rows' form, which kernels support.
@@ -156,8 +156,8 @@ def stored_in_parts(
         yield {"bias": both.to(dtype)}
 
 
-def _part(rows: Array | Stored, form: Form) -> Part:
-    if isinstance(rows, Stored):
+def _part(rows: Array | StoredRows, form: Form) -> Part:
+    if isinstance(rows, StoredRows):
         return kept(rows, form)
     return stored(torch.from_numpy(rows), form.bits)
 

@@ -22,7 +22,7 @@ DEFAULT_MAX_BATCH, DEFAULT_MAX_TOKENS = 256, 8192
 
 
 @dataclass(frozen=True)
-class Request:
+class CompileRequest:
     """The resolved options of a compile."""
 
     target: Target
@@ -55,8 +55,8 @@ def resolve(
     max_batch_size: int | None = None,
     max_batch_tokens: int | None = None,
     tp: int = 1,
-) -> Request:
-    """Fill in defaults and return the Request.
+) -> CompileRequest:
+    """Fill in defaults and return the CompileRequest.
 
     UnsupportedError or ParamsError: no graph for the target supports an option, or an option
     contradicts `params`.
@@ -73,7 +73,7 @@ def resolve(
     require_ranks(tp, chosen, parsed, cache)
     bounds = _step_bounds(chosen, parsed, max_batch_size, max_batch_tokens)
     why_default = _why_default(parsed) if backend is None else ""
-    return Request(parsed, chosen, bounds, tp, cache, cache_dtype, page_size, why_default)
+    return CompileRequest(parsed, chosen, bounds, tp, cache, cache_dtype, page_size, why_default)
 
 
 def _target_and_backend(target: str, backend: str | None) -> tuple[Target, Backend]:

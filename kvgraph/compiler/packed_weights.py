@@ -60,7 +60,7 @@ OPERANDS = tuple(each.name for each in fields(Packed) if each.name != "bits")
 
 
 @dataclass(frozen=True)
-class Stored:
+class StoredRows:
     """Rows `[n, K]` as a checkpoint stores them: int8 numbers or uint8 codes.
 
     Scales and offsets of groups are `[n, groups]`. Scales are exponents for E2M1, and bytes of E4M3
@@ -72,9 +72,9 @@ class Stored:
     offsets: Array | None = None
     factors: Array | None = None
 
-    def rows(self, start: int, stop: int) -> Stored:
+    def rows(self, start: int, stop: int) -> StoredRows:
         named = ((each.name, getattr(self, each.name)) for each in fields(self))
-        return Stored(**{name: part[start:stop] for name, part in named if part is not None})
+        return StoredRows(**{name: part[start:stop] for name, part in named if part is not None})
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ class Section:
     stored."""
 
     features: int
-    rows: Callable[[int, int], Array | Stored]
+    rows: Callable[[int, int], Array | StoredRows]
     bias: Array | None = None
 
     @classmethod
@@ -91,7 +91,7 @@ class Section:
         return cls(len(weight), lambda start, stop: weight[start:stop], bias)
 
     @classmethod
-    def kept(cls, stored: Stored, bias: Array | None = None) -> Section:
+    def kept(cls, stored: StoredRows, bias: Array | None = None) -> Section:
         """The section of a layer whose stored rows are all in memory."""
         return cls(len(stored.numbers), stored.rows, bias)
 
@@ -125,7 +125,7 @@ def pack_each(
     return Packed(bits, **_arrays(each, np.stack))
 
 
-def keep(parts: Sequence[Stored], form: Form, *, interleave: bool = False) -> Packed:
+def keep(parts: Sequence[StoredRows], form: Form, *, interleave: bool = False) -> Packed:
     """Pack stored rows without rounding; otherwise like `pack`."""
     sections, width = [Section.kept(part) for part in parts], parts[0].numbers.shape[1]
     return _joined(pack_in_parts(sections, width, form, interleave=interleave))
@@ -202,7 +202,7 @@ def _pack_panels(section: Section, span: range, width: int, form: Form, has_bias
     """Read and pack the panels `span` of a section."""
     columns = slice(span.start * COLUMNS, min(span.stop * COLUMNS, section.features))
     found = section.rows(columns.start, columns.stop)
-    if isinstance(found, Stored):
+    if isinstance(found, StoredRows):
         packed = _keep(found, width, form)
     else:
         rows = _in_panels(found, padded_depth(width))
@@ -218,7 +218,7 @@ def _pack_panels(section: Section, span: range, width: int, form: Form, has_bias
     return replace(packed, bias=bias.reshape(-1, COLUMNS))
 
 
-def _keep(stored: Stored, width: int, form: Form) -> Packed:
+def _keep(stored: StoredRows, width: int, form: Form) -> Packed:
     """Pack stored rows of whole panels without rounding."""
     numbers = _in_panels(stored.numbers, padded_depth(width))
     if not form.group:

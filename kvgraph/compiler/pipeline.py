@@ -19,7 +19,7 @@ from kvgraph.compiler.cache import (
 )
 from kvgraph.compiler.frontends.folder import checkpoint_dtype, read_config
 from kvgraph.compiler.frontends.gguf import as_folder
-from kvgraph.compiler.options import Request
+from kvgraph.compiler.options import CompileRequest
 from kvgraph.compiler.targets import Lowered
 from kvgraph.contract.backends import imported
 from kvgraph.contract.devices import virtual_devices
@@ -143,7 +143,7 @@ def _require_torch() -> None:
 def plan_for(
     model: Model,
     params: KVCacheParams | MultiKVCacheParams | None,
-    request: Request,
+    request: CompileRequest,
 ) -> CachePlan:
     """The cache plan for one device, from `params` or from what the model's attention stores.
 
@@ -253,7 +253,9 @@ def run_lower(lower: Callable[..., Lowered], traced: Traced, folder: Path) -> Lo
     return lowered
 
 
-def bind_lower(request: Request, weights: str | None, progress: Progress) -> Callable[..., Any]:
+def bind_lower(
+    request: CompileRequest, weights: str | None, progress: Progress
+) -> Callable[..., Any]:
     """The backend's `lower` function, with the options that it takes already bound."""
     support = request.support
     known = {
@@ -265,7 +267,7 @@ def bind_lower(request: Request, weights: str | None, progress: Progress) -> Cal
     return partial(imported(support.lower), **{name: known[name] for name in support.options})
 
 
-def require_kernels(plan: CachePlan, request: Request) -> None:
+def require_kernels(plan: CachePlan, request: CompileRequest) -> None:
     """Raise UnsupportedError if the backend's kernels do not support the cache."""
     require, target = request.support.require, request.target
     if not require:

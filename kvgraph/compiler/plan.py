@@ -8,8 +8,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from kvgraph.compiler.described import Described
-from kvgraph.compiler.fitting import Fit, OfRanks, Wanted, fit, would_fit
+from kvgraph.compiler.checkpoint_files import require_known_names
+from kvgraph.compiler.described import ModelSizes
+from kvgraph.compiler.fitting import Fit, PlanRequest, RankedModel, fit, would_fit
 from kvgraph.compiler.frontends import stored
 from kvgraph.compiler.frontends.folder import checkpoint_dtype, quantization, read_config
 from kvgraph.compiler.frontends.gguf import as_folder
@@ -23,7 +24,6 @@ from kvgraph.compiler.options import (
     resolve,
 )
 from kvgraph.compiler.reserve import Reserve
-from kvgraph.compiler.shards import require_known_names
 from kvgraph.contract.dims import ceildiv
 from kvgraph.contract.dtypes import WEIGHT_BITS
 from kvgraph.errors import MissingDependencyError, ParamsError, UnsupportedError
@@ -127,9 +127,9 @@ def plan_deployment(
             dtype = "float32"
         require_quantized(weights, is_quantized=is_quantized)
         bits = WEIGHT_BITS.get(weights or "")
-        describe = cache(_Describing(opened, config, dtype, bits is not None, progress))
+        describe = cache(_Describer(opened, config, dtype, bits is not None, progress))
         of = describe(tp)
-        wanted = Wanted(
+        wanted = PlanRequest(
             target=target,
             memory=memory,
             dtype=dtype,
@@ -158,7 +158,7 @@ def _require_steps(max_batch_size: int, max_batch_tokens: int) -> None:
             raise ParamsError(f"{name}: expected >= 1, got {value}")
 
 
-def _length(model: Described, given: int | None) -> int:
+def _length(model: ModelSizes, given: int | None) -> int:
     length = model.max_seq_len if given is None else given
     most = max(model.max_seq_len, model.most_seq_len)
     if not 1 <= length <= most:
@@ -166,7 +166,7 @@ def _length(model: Described, given: int | None) -> int:
     return length
 
 
-def _made(of: OfRanks, wanted: Wanted, found: Fit) -> DeploymentPlan:
+def _made(of: RankedModel, wanted: PlanRequest, found: Fit) -> DeploymentPlan:
     model, ranks, pages, leaves = of.model, of.ranks, found.pages, found.leaves
     unbounded = [path for path, leaf in leaves.items() if leaf.window_size is None]
     held = (pages.pages[path] * wanted.page_size for path in unbounded)
@@ -200,14 +200,14 @@ def _made(of: OfRanks, wanted: Wanted, found: Fit) -> DeploymentPlan:
     )
 
 
-def _warnings(of: OfRanks) -> Iterator[str]:
+def _warnings(of: RankedModel) -> Iterator[str]:
     if of.refusal:
         yield f"compile refuses this: {of.refusal}; sizes are those of {of.ranks} equal parts"
     yield from of.model.notes
 
 
 @dataclass(frozen=True)
-class _Describing:
+class _Describer:
     """A callable: `self(ranks)` describes the model as one of `ranks` holds it."""
 
     folder: Path
@@ -216,20 +216,22 @@ class _Describing:
     by_shape: bool
     progress: Callable[[str], None]
 
-    def __call__(self, ranks: int) -> OfRanks:
+    def __call__(self, ranks: int) -> RankedModel:
         """Describe the model by the checkpoint's own files if possible, else by transformers."""
         if ranks == 1:
             try:
                 whole = stored.describe(self.folder, self.config, by_shape=self.by_shape)
             except stored.InDoubtError as error:
-                return OfRanks(self._ask(str(error), 1), 1)
-            return OfRanks(self._as_stored(whole, {}), 1)
+                return RankedModel(self._ask(str(error), 1), 1)
+            return RankedModel(self._as_stored(whole, {}), 1)
         try:
-            return OfRanks(self._ask("its model has the plan for tensor parallelism", ranks), ranks)
+            return RankedModel(
+                self._ask("its model has the plan for tensor parallelism", ranks), ranks
+            )
         except UnsupportedError as refusal:
-            return OfRanks(self(1).model, ranks, str(refusal))
+            return RankedModel(self(1).model, ranks, str(refusal))
 
-    def _ask(self, why: str, ranks: int) -> Described:
+    def _ask(self, why: str, ranks: int) -> ModelSizes:
         try:
             import torch  # noqa: F401
             import transformers  # noqa: F401
@@ -244,7 +246,7 @@ class _Describing:
         plain = measured.plain_weights(self.folder, self.config)
         return self._as_stored(measured.describe(self.folder, self.dtype, ranks), plain)
 
-    def _as_stored(self, found: Described, plain: Mapping[str, bool]) -> Described:
+    def _as_stored(self, found: ModelSizes, plain: Mapping[str, bool]) -> ModelSizes:
         """`found` with the forms of quantised weights, and notes on doubts.
 
         `plain`: name of a weight -> whether it is stored plain, if its tensors are at hand.

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvgraph.compiler.described import Described
+from kvgraph.compiler.described import ModelSizes
 from kvgraph.contract.dtypes import itemsize
 from kvgraph.contract.sizes import size_text
 
@@ -44,7 +44,7 @@ class Reserve:
 
 
 def reserve_of(
-    model: Described, dtype: str, *, tokens: int, rows: int, ranks: int, on_cpu: bool
+    model: ModelSizes, dtype: str, *, tokens: int, rows: int, ranks: int, on_cpu: bool
 ) -> Reserve:
     """The memory that the largest step of `model`, or of one rank's part of it, needs.
 

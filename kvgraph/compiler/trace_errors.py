@@ -12,7 +12,7 @@ from unittest import mock
 from kvgraph.compiler.model import Model
 from kvgraph.compiler.sources import line, own_frame
 from kvgraph.errors import KernelError, UnsupportedError
-from kvgraph.handlers import let_pass
+from kvgraph.signal_handlers import reraise_if_signalled
 
 ONE_TOKEN = "it does not do for one token of one row what it does for more"
 
@@ -99,6 +99,6 @@ def _guard_frame(again: Callable[[], object]) -> FrameSummary | None:
         try:
             again()
         except Exception as error:  # this error is known already; only its place is needed
-            let_pass(error)
+            reraise_if_signalled(error)
             return seen[0] if seen else None
     return ruling_out[0] if ruling_out else None

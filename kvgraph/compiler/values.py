@@ -16,7 +16,7 @@ from typing import TypeVar
 
 import torch
 
-from kvgraph.compiler.shards import Stored
+from kvgraph.compiler.checkpoint_files import StoredTensor
 from kvgraph.compiler.threads import in_order
 from kvgraph.contract.dtypes import ALL
 from kvgraph.errors import ModelError
@@ -140,7 +140,7 @@ def in_groups(source: Values, group: int) -> CodedRows:
 class Plain(Values):
     """A tensor as a shard stores it; it may hold integers."""
 
-    def __init__(self, stored: Stored) -> None:
+    def __init__(self, stored: StoredTensor) -> None:
         self.stored = stored
         self.where = f"{stored.path}: {stored.name}"
         self.shape = stored.shape

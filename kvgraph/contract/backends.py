@@ -13,7 +13,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from kvgraph.errors import KVGraphError, UnsupportedError
-from kvgraph.handlers import let_pass
+from kvgraph.signal_handlers import reraise_if_signalled
 
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
@@ -258,7 +258,7 @@ def _installed(name: str) -> Backend | None:
     except KVGraphError:
         raise
     except Exception as error:
-        let_pass(error)
+        reraise_if_signalled(error)
         raise UnsupportedError(
             f"backend {name!r}: expected a Backend from {point.value}, "
             f"got {type(error).__name__}: {error}"

@@ -10,7 +10,7 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from kvgraph.handlers import let_pass
+from kvgraph.signal_handlers import reraise_if_signalled
 
 
 class Generation(Extension):
@@ -38,7 +38,7 @@ def in_one_line() -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        let_pass(error)
+        reraise_if_signalled(error)
         text = " ".join(str(error).split())
         if not isinstance(error, TemplateError):
             text = f"{type(error).__name__}: {text}"

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from kvgraph.contract.files import open_regular
 from kvgraph.errors import KVGraphError
-from kvgraph.handlers import let_pass
+from kvgraph.signal_handlers import reraise_if_signalled
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -112,7 +112,7 @@ def _refusing(path: Path, refusal: type[KVGraphError], expected: str) -> Iterato
     try:
         yield
     except BaseException as error:
-        let_pass(error)
+        reraise_if_signalled(error)
         if not isinstance(error, Exception) and not is_panic(error):
             raise
         why = " ".join(str(error).split()) or type(error).__name__

@@ -19,11 +19,11 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from kvgraph.errors import KernelError, MissingDependencyError
-from kvgraph.handlers import let_pass
 from kvgraph.kernels import sass, shapes, variants
 from kvgraph.kernels.shapes import AttentionShape
 from kvgraph.kernels.variants import Constant, Parameter, Variant
 from kvgraph.progress import task
+from kvgraph.signal_handlers import reraise_if_signalled
 
 if TYPE_CHECKING:
     from triton.backends.compiler import GPUTarget
@@ -207,7 +207,7 @@ def _compile(
         try:
             compiled = triton.compile(_source(variant), target=target, options=options)
         except Exception as error:  # Triton's own errors share no base class
-            let_pass(error)
+            reraise_if_signalled(error)
             raise KernelError(f"{variant.name} for {arch}: {_said(error)}") from error
     return compiled, _resources(log.getvalue(), compiled.metadata.shared)
 

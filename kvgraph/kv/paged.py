@@ -15,6 +15,7 @@ from kvgraph.contract.inputs import BatchCharacteristics, KVCacheInputs, Session
 from kvgraph.contract.params import KVCacheParamInterface, KVCacheStrategy
 from kvgraph.contract.synonyms import also_named
 from kvgraph.kv.build import make_replicas, make_settings, nested, open_bridge, require_sizes
+from kvgraph.kv.not_copyable import NotCopyable
 from kvgraph.kv.pool.batch import BatchRows
 from kvgraph.kv.pool.checks import verify
 from kvgraph.kv.pool.journal import Event
@@ -36,10 +37,9 @@ from kvgraph.kv.requests import (
     require_unclaimed,
 )
 from kvgraph.kv.tiers.open import StoreOpener
-from kvgraph.kv.uncopied import Uncopied
 
 
-class PagedKVCacheManager(PagedQueries, Uncopied):
+class PagedKVCacheManager(PagedQueries, NotCopyable):
     """Paged KV cache of one or more data-parallel replicas, each of one or more shards.
 
     - `params`: one cache, or a tree of caches (`MultiKVCacheParams`) behind each request
@@ -237,7 +237,7 @@ class PagedKVCacheManager(PagedQueries, Uncopied):
     def follow(self, replica_idx: int = 0) -> None:
         """Record changes of the replica's committed pages from now on, for `events`.
 
-        The first event is `Cleared`: pages that are committed already are not listed.
+        The first event is `PagesCleared`: pages that are committed already are not listed.
         """
         replica = at_replica(self._replicas, replica_idx, "follow")
         self._followed[replica_idx] = replica.follow()

@@ -18,7 +18,7 @@ from kvgraph.kv.manager import KVCacheManager
 from kvgraph.kv.memory import most_pages
 from kvgraph.kv.metrics import KVCacheMetrics
 from kvgraph.kv.pool.identity import PoolSettings
-from kvgraph.kv.pool.journal import Stored
+from kvgraph.kv.pool.journal import PageStored
 from kvgraph.kv.pool.leaf import ReplicaBuffers
 from kvgraph.kv.pool.pages import PagePool
 from kvgraph.kv.pool.plan import Loadable
@@ -231,7 +231,7 @@ class PagedQueries(KVCacheManager):
         digests: Sequence[Sequence[bytes]],
         replica_idx: int = 0,
         *,
-        stored: Iterable[Stored] = (),
+        stored: Iterable[PageStored] = (),
     ) -> AbstractContextManager[list[LeafPages]]:
         """Take free pages for the `digests[leaf]` that the device lacks; fill them in the scope.
 

@@ -17,11 +17,11 @@ from kvgraph.contract.manifest import MANIFEST_NAME, read_manifest
 from kvgraph.contract.signature import GraphSignature
 from kvgraph.contract.trees import params_from_layout
 from kvgraph.errors import ArtifactError, UnsupportedError
-from kvgraph.handlers import let_pass
 from kvgraph.ops.header import ABI_VERSION
 from kvgraph.runtime.folder import ArtifactFolder, state_of
 from kvgraph.runtime.intact import require_intact
 from kvgraph.runtime.machine import require_machine, require_threads
+from kvgraph.signal_handlers import reraise_if_signalled
 
 if TYPE_CHECKING:
     from kvgraph.runtime.ranks.launched import Launched
@@ -100,7 +100,7 @@ class Artifact(ArtifactFolder):
             expected = GraphSignature.of(record, manifest.model.vocab_size)
             found = self.signature
         except Exception as error:  # a field of the wrong kind may cause any error
-            let_pass(error)
+            reraise_if_signalled(error)
             raise ArtifactError(
                 f"{where}: layout and bindings: expected those of a cache, got {error}"
             ) from error

@@ -21,10 +21,10 @@ from typing import Any, TypeVar
 
 from kvgraph.contract.tokenizer import LONG_TEXT
 from kvgraph.errors import DeviceLostError, GenerationError, RankError, RequestError
-from kvgraph.kv.uncopied import Uncopied
+from kvgraph.kv.not_copyable import NotCopyable
 from kvgraph.runtime.arguments import instance, optional_integer
-from kvgraph.runtime.building import Building
 from kvgraph.runtime.engine import Engine
+from kvgraph.runtime.request_threads import RequestThreads
 from kvgraph.runtime.sampling import SamplingParams, Token
 from kvgraph.runtime.scheduler import Request
 from kvgraph.runtime.text import Completion, completion_of
@@ -39,7 +39,7 @@ LOST = (RankError, DeviceLostError)
 """Errors after which no step can run."""
 
 
-class AsyncEngine(Uncopied):
+class AsyncEngine(NotCopyable):
     """Runs an engine in its own thread, for the tasks of one event loop.
 
         async with AsyncEngine(Engine("tiny.kvg")) as engine:
@@ -68,7 +68,7 @@ class AsyncEngine(Uncopied):
         """Cancelled requests that may still receive tokens of the running step, by id."""
         self._calls: set[Future[Any]] = set()
         self._ids = itertools.count()
-        self._building = Building()
+        self._building = RequestThreads()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: Thread | None = None
         self._is_closed = False  # set by a task: no more submissions

@@ -10,7 +10,7 @@ from threading import get_ident
 from typing import Unpack
 
 from kvgraph.errors import GenerationError, RequestError
-from kvgraph.kv.uncopied import Uncopied
+from kvgraph.kv.not_copyable import NotCopyable
 from kvgraph.runtime import artifact as artifacts
 from kvgraph.runtime.arguments import instance, optional_integer
 from kvgraph.runtime.artifact import Artifact
@@ -38,7 +38,7 @@ MOST_WAIT_SECONDS = 0.05
 """Longest time for which an engine that can run nothing waits for tiers before it retries."""
 
 
-class Engine(Chats, Uncopied):
+class Engine(Chats, NotCopyable):
     """Runs ragged batches over an artifact: prefill, chunks and decode rows in one graph.
 
         engine = Engine("tiny.kvg")

@@ -19,12 +19,12 @@ from kvgraph.contract.manifest import ModelInfo
 from kvgraph.contract.plain import JsonObject
 from kvgraph.contract.tokenizer import is_panic
 from kvgraph.errors import MissingDependencyError, RequestError, UnsupportedError
-from kvgraph.handlers import let_pass
 from kvgraph.kv.requests import TextContext
 from kvgraph.runtime.edits import LogitEdits
 from kvgraph.runtime.grammars import Grammar
 from kvgraph.runtime.machine import default_threads
 from kvgraph.runtime.sampling_params import SamplingParams
+from kvgraph.signal_handlers import reraise_if_signalled
 
 if TYPE_CHECKING:
     from llguidance import LLExecutor, LLMatcher, LLTokenizer
@@ -124,7 +124,7 @@ class Guides:
         try:
             tokenizer = LLTokenizer(self._tokenizer.to_str(), n_vocab=size, eos_token=ends)
         except BaseException as error:
-            let_pass(error)
+            reraise_if_signalled(error)
             if not isinstance(error, Exception) and not is_panic(error):
                 raise
             raise UnsupportedError(
@@ -307,7 +307,7 @@ def _lark(text: str) -> str:
     try:
         return gbnf_to_lark(text)
     except Exception as error:  # the converter's own errors, and RecursionError
-        let_pass(error)
+        reraise_if_signalled(error)
         raise ValueError(f"GBNF: {error}") from error
 
 

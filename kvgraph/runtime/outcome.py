@@ -18,12 +18,12 @@ from typing import NamedTuple
 import numpy as np
 
 from kvgraph.contract.tokenizer import is_panic
-from kvgraph.handlers import let_pass
 from kvgraph.ops import native
 from kvgraph.runtime.guide import Guide, set_masks
 from kvgraph.runtime.logprobs import score
 from kvgraph.runtime.sampling import NO_TOKEN, FinishReason, Logits, Token, TokenSource
 from kvgraph.runtime.scheduler import Batch, Request
+from kvgraph.signal_handlers import reraise_if_signalled
 
 NO_NUMBER = "expected a logit above -inf from the model, got NaN or -inf for every token"
 NOT_ALLOWED = "expected a logit above -inf of a token that may come, got NaN or -inf for every one"
@@ -153,7 +153,7 @@ def _with_text(row: Request, token: int, behind: int = 0, *, is_last: bool = Fal
         except MemoryError:
             raise
         except BaseException as error:
-            let_pass(error)
+            reraise_if_signalled(error)
             if not isinstance(error, Exception) and not is_panic(error):
                 raise
             why = f"expected the text of token {token} from the tokenizer, got {error}"
@@ -230,7 +230,7 @@ def _held_text(row: Request) -> str:
         try:
             stream.start(row.context)
         except Exception as error:
-            let_pass(error)
+            reraise_if_signalled(error)
             return ""
     return stream.stops.held
 

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from kvgraph.errors import MissingDependencyError, RequestError
-from kvgraph.kv.pool.journal import Cleared, Event, Removed, Stored
+from kvgraph.kv.pool.journal import Event, PageRemoved, PagesCleared, PageStored
 from kvgraph.serve.unix_socket import answers_at
 
 if TYPE_CHECKING:
@@ -161,15 +161,15 @@ class KVEventPublisher:
         before: Event | None = None
         for event in events:
             last = made[-1] if made else None
-            if isinstance(event, Cleared):
+            if isinstance(event, PagesCleared):
                 made.append(AllBlocksCleared())
-            elif isinstance(event, Removed):
+            elif isinstance(event, PageRemoved):
                 if isinstance(last, BlockRemoved):
                     last.block_hashes.append(block_hash(event.digest))
                 else:
                     made.append(BlockRemoved([block_hash(event.digest)], self._medium))
             elif (
-                isinstance(before, Stored)
+                isinstance(before, PageStored)
                 and isinstance(last, BlockStored)
                 and event.parent == before.digest
             ):

@@ -14,8 +14,8 @@ from unittest import mock
 import pytest
 
 from kvgraph.compiler import pipeline
+from kvgraph.compiler.checkpoint_files import stored_tensors
 from kvgraph.compiler.frontends.folder import QUANTIZED
-from kvgraph.compiler.shards import stored_tensors
 from kvgraph.errors import ModelError
 from tests.bad_input.damage import NORM, PRECOMPILED, configure, refused, retokenize, sentence
 from tests.support.command_line import run

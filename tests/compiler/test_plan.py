@@ -18,7 +18,7 @@ from safetensors import safe_open
 
 import kvgraph
 from kvgraph import ParamsError, UnsupportedError
-from kvgraph.compiler.described import Described
+from kvgraph.compiler.described import ModelSizes
 from kvgraph.compiler.frontends import measured, stored
 from kvgraph.compiler.frontends.folder import read_config
 from kvgraph.compiler.frontends.lengths import ORIGINAL
@@ -110,7 +110,7 @@ def configure(folder: Path, source: Path, **changes: Any) -> Path:
     return folder
 
 
-def described(folder: Path) -> Described:
+def described(folder: Path) -> ModelSizes:
     return stored.describe(folder, read_config(folder), by_shape=True)
 
 

@@ -15,11 +15,11 @@ from safetensors.torch import load_file, save_file
 import kvgraph
 from kvgraph.compiler import quantized as readers
 from kvgraph.compiler import values
+from kvgraph.compiler.checkpoint_files import stored_tensors
 from kvgraph.compiler.frontends import folder as folders
 from kvgraph.compiler.frontends import huggingface
 from kvgraph.compiler.frontends.folder import read_config
 from kvgraph.compiler.quantized import weights_of
-from kvgraph.compiler.shards import stored_tensors
 from tests.support import quantized
 
 

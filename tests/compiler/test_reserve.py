@@ -10,7 +10,7 @@ import torch
 from torch.export import ExportedProgram
 from torch.fx import Node
 
-from kvgraph.compiler.described import Described
+from kvgraph.compiler.described import ModelSizes
 from kvgraph.compiler.frontends import measured
 from kvgraph.compiler.passes.pack_experts import pack_experts
 from kvgraph.compiler.reserve import EXPERTS_BYTES, reserve_of
@@ -57,7 +57,7 @@ def _owner(node: Node) -> Node:
     return node
 
 
-def reserved(model: Described, *, on_cpu: bool = False) -> int:
+def reserved(model: ModelSizes, *, on_cpu: bool = False) -> int:
     tokens, rows = STEP[TOTAL_SEQ_LEN], STEP[NUM_LOGITS]
     return reserve_of(model, "float32", tokens=tokens, rows=rows, ranks=1, on_cpu=on_cpu).nbytes
 

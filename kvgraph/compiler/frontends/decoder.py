@@ -30,7 +30,7 @@ from kvgraph.compiler.frontends.positions import embeddings, numbered
 from kvgraph.compiler.frontends.refusals import Reason, unsupported
 from kvgraph.compiler.quiet import quiet_loggers
 from kvgraph.errors import UnsupportedError
-from kvgraph.handlers import let_pass
+from kvgraph.signal_handlers import reraise_if_signalled
 
 WITHOUT_EFFECT = (
     "dropout",  # 0 outside training
@@ -213,7 +213,7 @@ def probe(decoder: Decoder, architecture: str, num_layers: int) -> tuple[LayerNe
         try:
             decoder.run(one, one, one, seen)
         except Exception as error:
-            let_pass(error)
+            reraise_if_signalled(error)
             raise UnsupportedError(unsupported(architecture, _why(error, seen))) from error
     config: Any = decoder.model.config
     types = getattr(config.get_text_config(), "layer_types", None)

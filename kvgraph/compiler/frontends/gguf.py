@@ -45,7 +45,7 @@ from kvgraph.compiler.frontends.text_files import (
 from kvgraph.contract.generation import GENERATION
 from kvgraph.contract.plain import JsonObject
 from kvgraph.errors import UnsupportedError
-from kvgraph.handlers import let_pass
+from kvgraph.signal_handlers import reraise_if_signalled
 
 if TYPE_CHECKING:
     from gguf import GGUFReader, ReaderTensor
@@ -376,7 +376,7 @@ def _require_places(path: Path, file: Path, tokens: Mapping[int, str]) -> None:
     try:
         tokenizer = tokenizers.Tokenizer.from_file(str(file))
     except Exception as error:  # tokenizers raises no other
-        let_pass(error)
+        reraise_if_signalled(error)
         raise refuse(path, "tokenizer.ggml.tokens", "a whole vocabulary", str(error)) from error
     for place, token in tokens.items():
         found = tokenizer.token_to_id(token)

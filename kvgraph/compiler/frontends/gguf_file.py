@@ -15,7 +15,7 @@ from kvgraph.compiler.frontends.folder import CONFIG, GGUF_INSTEAD, require_fetc
 from kvgraph.compiler.frontends.refusals import first_line
 from kvgraph.compiler.quiet import quiet_loggers
 from kvgraph.errors import KVGraphError, MissingDependencyError, ModelError, UnsupportedError
-from kvgraph.handlers import let_pass
+from kvgraph.signal_handlers import reraise_if_signalled
 
 if TYPE_CHECKING:
     from gguf import GGMLQuantizationType, GGUFReader, ReaderTensor
@@ -72,7 +72,7 @@ def open_file(path: Path) -> GGUFReader:
     try:
         reader = GGUFReader(path)
     except Exception as error:  # the reader validates nothing, so a damaged file raises any error
-        let_pass(error)
+        reraise_if_signalled(error)
         unknown = UNKNOWN_TYPE.search(str(error))
         if unknown is not None:
             wanted = "one that the gguf package knows"
@@ -123,7 +123,7 @@ def alone(path: Path, what: str) -> Iterator[Path]:
         try:
             yield Path(name)
         except Exception as error:
-            let_pass(error)
+            reraise_if_signalled(error)
             raise ModelError(f"{path}: cannot read the {what}: {first_line(error)}") from error
 
 

@@ -15,6 +15,13 @@ import torch
 from torch import nn
 
 from kvgraph.compiler.cache import LayerNeed
+from kvgraph.compiler.checkpoint_files import (
+    INDEXES,
+    PICKLED,
+    read_index,
+    require_known_names,
+    shard_paths,
+)
 from kvgraph.compiler.frontends import masks
 from kvgraph.compiler.frontends.decoder import (
     Decoder,
@@ -53,16 +60,9 @@ from kvgraph.compiler.frontends.weightless import (
 from kvgraph.compiler.model import Model
 from kvgraph.compiler.quantized.parts import INSTEAD
 from kvgraph.compiler.quiet import quiet_loggers
-from kvgraph.compiler.shards import (
-    INDEXES,
-    PICKLED,
-    read_index,
-    require_known_names,
-    shard_paths,
-)
 from kvgraph.contract.generation import GENERATION
 from kvgraph.errors import MissingDependencyError, ModelError, UnsupportedError
-from kvgraph.handlers import let_pass
+from kvgraph.signal_handlers import reraise_if_signalled
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -235,7 +235,7 @@ def _make(
     try:
         made: PreTrainedModel = make(config, dtype=getattr(torch, dtype), **IMPLEMENTATIONS)
     except Exception as error:
-        let_pass(error)
+        reraise_if_signalled(error)
         why = ""
         if isinstance(error, KeyError) and error.args == (NAME,):  # not in the model's own table
             why = Reason.NO_INTERFACE.said()
@@ -337,7 +337,7 @@ def _decoder_config(transformers: ModuleType, folder: Path, config: Config) -> P
     except UnsupportedError:
         raise
     except Exception as error:  # transformers raises various types here
-        let_pass(error)
+        reraise_if_signalled(error)
         why = Reason.SEVERAL_PARTS.said()
         raise UnsupportedError(unsupported(config["model_type"], why)) from error
     return text
@@ -351,7 +351,7 @@ def _parse_config(transformers: ModuleType, folder: Path, config: Config) -> Pre
         dtypes = {name: given and getattr(torch, given) for name, given in named.items()}
         return transformers.AutoConfig.from_pretrained(folder, local_files_only=True, **dtypes)
     except Exception as error:
-        let_pass(error)
+        reraise_if_signalled(error)
         raise ModelError(f"{folder}/config.json: {first_line(error)}") from error
 
 

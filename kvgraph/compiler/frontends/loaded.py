@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from kvgraph.compiler.checkpoint_files import INDEX, INDEXES, PICKLED, WHOLE
 from kvgraph.compiler.frontends.left_over import incomplete
 from kvgraph.compiler.frontends.refusals import first_line
 from kvgraph.compiler.quiet import quiet_warnings
-from kvgraph.compiler.shards import INDEX, INDEXES, PICKLED, WHOLE
 from kvgraph.errors import ModelError
-from kvgraph.handlers import let_pass
+from kvgraph.signal_handlers import reraise_if_signalled
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -50,7 +50,7 @@ def load_weights(
                 output_loading_info=True,
             )
     except Exception as error:
-        let_pass(error)
+        reraise_if_signalled(error)
         why = _of_pickles(folder, error) or first_line(error)
         raise ModelError(f"{folder}: cannot read the weights: {why}") from error
     left = sorted(info.get("unexpected_keys") or ())

@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from kvgraph.compiler.frontends.refusals import Reason
 from kvgraph.errors import UnsupportedError
-from kvgraph.handlers import let_pass
+from kvgraph.signal_handlers import reraise_if_signalled
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -81,7 +81,7 @@ def _asked(
     except UnsupportedError:
         raise
     except Exception as error:
-        let_pass(error)
+        reraise_if_signalled(error)
         why = Reason.UNREADABLE_MASK.said(name=_name(mask_function))
         raise UnsupportedError(why) from error
     if mask.window is None and local_size is not None and local_size < length:

@@ -11,14 +11,14 @@ import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from kvgraph.compiler.described import Described, Experts, Linear
+from kvgraph.compiler.checkpoint_files import shard_paths, stored_tensors
+from kvgraph.compiler.described import Experts, Linear, ModelSizes
 from kvgraph.compiler.frontends import huggingface
 from kvgraph.compiler.frontends.decoder import Decoder
 from kvgraph.compiler.frontends.folder import Config, quantization
 from kvgraph.compiler.frontends.ranks import cut
 from kvgraph.compiler.model import Model
 from kvgraph.compiler.quantized import weights_of
-from kvgraph.compiler.shards import shard_paths, stored_tensors
 from kvgraph.compiler.values import Plain
 
 FREQUENCIES = "inv_freq"
@@ -34,7 +34,7 @@ ROTATED_FURTHER = ("llama_4_scaling_beta", "mrope_section")
 positions of several axes."""
 
 
-def describe(folder: Path, dtype: str, ranks: int = 1) -> Described:
+def describe(folder: Path, dtype: str, ranks: int = 1) -> ModelSizes:
     """Describe a checkpoint from config.json alone; no weight is read.
 
     `ranks`: if above 1, sizes of weights are those of rank 0.
@@ -57,7 +57,7 @@ def describe(folder: Path, dtype: str, ranks: int = 1) -> Described:
     widths += [max(each.weight.shape) for each in modules.values() if isinstance(each, Conv1D)]
     held = [*layers.values(), *mixtures.values()]
     counted = tables | {parameter for layer in held for parameter in layer.parameters()}
-    return Described(
+    return ModelSizes(
         architecture=model.architecture,
         layers=model.layers,
         max_seq_len=model.max_seq_len,

@@ -24,7 +24,7 @@ from kvgraph.compiler.frontends.lengths import (
 )
 from kvgraph.compiler.frontends.refusals import first_line
 from kvgraph.errors import ModelError, ParamsError, UnsupportedError
-from kvgraph.handlers import let_pass
+from kvgraph.signal_handlers import reraise_if_signalled
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -101,7 +101,7 @@ def _computed(
             config, seq_len=max_seq_len, **options
         )
     except Exception as error:  # transformers only warns of values that do not fit
-        let_pass(error)
+        reraise_if_signalled(error)
         raise ModelError(
             "config.json: rope_parameters: expected values that frequencies are made of, got one "
             f"that is not: {first_line(error)}"

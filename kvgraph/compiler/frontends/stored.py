@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from kvgraph.compiler.cache import LayerNeed
-from kvgraph.compiler.described import Described, Experts, Linear
+from kvgraph.compiler.checkpoint_files import Index, read_index, shard_paths, stored_tensors
+from kvgraph.compiler.described import Experts, Linear, ModelSizes
 from kvgraph.compiler.frontends.folder import Config, checkpoint_dtype
 from kvgraph.compiler.frontends.lengths import ORIGINAL, RopeParameters, most_tokens
-from kvgraph.compiler.shards import Index, read_index, shard_paths, stored_tensors
 from kvgraph.contract.dtypes import DTYPES, itemsize
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -81,7 +81,7 @@ class Family:
     has_rotary_of_layer_types: bool = False
 
 
-def describe(folder: Path, config: Config, *, by_shape: bool) -> Described:
+def describe(folder: Path, config: Config, *, by_shape: bool) -> ModelSizes:
     """Describe the checkpoint in `folder`. `by_shape`: linear layers are needed one by one, for
     which an index alone is not sufficient.
     InDoubtError: the files are not sufficient. ModelError: a shard is damaged.
@@ -101,7 +101,7 @@ def describe(folder: Path, config: Config, *, by_shape: bool) -> Described:
     longest = _count(config, "max_position_embeddings")
     sizes = _sizes(folder, family, config, layers, by_shape)
     _require_shapes(sizes.shapes, config, heads * head_dim, kv_heads * head_dim)
-    return Described(
+    return ModelSizes(
         architecture=kind,
         layers=tuple(
             LayerNeed(kv_heads, head_dim, head_dim, _window(config, each)) for each in types

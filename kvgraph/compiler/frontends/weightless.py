@@ -18,15 +18,15 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from kvgraph.compiler.checkpoint import Checkpoint
+from kvgraph.compiler.checkpoint_files import StoredTensor, stored_tensors
 from kvgraph.compiler.frontends.conversion import language_part, of_parameters
 from kvgraph.compiler.frontends.folder import Config, quantization
 from kvgraph.compiler.frontends.left_over import incomplete, left_over
 from kvgraph.compiler.frontends.refusals import first_line
 from kvgraph.compiler.quantized import gguf, weights_of
-from kvgraph.compiler.shards import Stored, stored_tensors
 from kvgraph.compiler.values import Cast, Values
 from kvgraph.contract.dtypes import ACTIVATIONS
-from kvgraph.handlers import let_pass
+from kvgraph.signal_handlers import reraise_if_signalled
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -124,7 +124,7 @@ def locate(
     """
     wanted = _wanted(model)
     given = quantization(config)
-    stored: Mapping[str, Stored] = {}
+    stored: Mapping[str, StoredTensor] = {}
     read: Mapping[str, Values] = {}
     named: Mapping[str, Values] = {}
     others: list[str] = []
@@ -141,7 +141,7 @@ def locate(
         except ImportError:
             return Located(None, "transformers' own names of them are not known", form)
         except Exception as error:
-            let_pass(error)
+            reraise_if_signalled(error)
             return Located(None, f"transformers converts them: {first_line(error)}", form)
     if larger is not None:
         if not any(name in values for names, _ in wanted for name in names):

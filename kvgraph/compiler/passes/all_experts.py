@@ -19,7 +19,7 @@ from torch.fx import Node
 from kvgraph.compiler.passes.gates import gate_of
 from kvgraph.compiler.passes.mixtures import (
     Layer,
-    Mixture,
+    MatchedExperts,
     is_column,
     is_stacked,
     require_sizes,
@@ -42,14 +42,14 @@ PRODUCT, REPEATED = (aten.bmm.default,), (aten.repeat.default,)
 
 
 @dataclass
-class MixtureOfAll(Mixture):
+class MatchedAllExperts(MatchedExperts):
     """A mixture that scales the experts' inputs, not their results; `weights` are chosen logits."""
 
     score_dtypes: tuple[torch.dtype, torch.dtype] = (torch.float32, torch.float32)
     """dtype in which the sigmoid is computed, and dtype to which it is rounded."""
 
-    def rewritten(self, replacement: Callable[[Mixture], Node]) -> Node:
-        """Scale the rows by their scores, and give the op weights of 1; see `Mixture.rewritten`."""
+    def rewritten(self, replacement: Callable[[MatchedExperts], Node]) -> Node:
+        """Scale rows by their scores, and give the op weights of 1: see `MatchedExperts`."""
         graph, (computed, rounded) = self.x.graph, self.score_dtypes
         score = cast(add_call(graph, aten.sigmoid.default, cast(self.weights, computed)), rounded)
         rows = add_call(graph, aten.mul.Tensor, self.x, score)
@@ -64,7 +64,7 @@ def runs_all(program: ExportedProgram, total: Node) -> bool:
     return is_product and total.args[1:] == ([0],)
 
 
-def mixture_of_all(program: ExportedProgram, total: Node) -> Mixture:
+def mixture_of_all(program: ExportedProgram, total: Node) -> MatchedExperts:
     """The mixture that ends in the sum `total`, for which `runs_all` is true.
 
     UnmatchedError if it is any other mixture.
@@ -93,7 +93,7 @@ def mixture_of_all(program: ExportedProgram, total: Node) -> Mixture:
     expect(value(scores).shape == (rows, count), "expected a score of each expert")
     require_sizes(up, down, width)
     dtypes = computed, value(scores).dtype
-    return MixtureOfAll(x, ids, logits, up, gate, down, total, score_dtypes=dtypes)
+    return MatchedAllExperts(x, ids, logits, up, gate, down, total, score_dtypes=dtypes)
 
 
 def _chosen(column: Node) -> tuple[Node, Node, Node, torch.dtype]:

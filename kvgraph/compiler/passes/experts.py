@@ -20,7 +20,7 @@ from kvgraph.compiler.passes.all_experts import mixture_of_all, runs_all
 from kvgraph.compiler.passes.gates import ADDED, gate_of
 from kvgraph.compiler.passes.mixtures import (
     Layer,
-    Mixture,
+    MatchedExperts,
     is_column,
     is_stacked,
     require_kinds,
@@ -54,7 +54,7 @@ def rewrite_mixtures(
     program: ExportedProgram,
     name: str,
     kinds: Container[torch.dtype],
-    replacement: Callable[[Mixture], Node],
+    replacement: Callable[[MatchedExperts], Node],
     *,
     residuals: bool = False,
 ) -> PassReport:
@@ -86,7 +86,7 @@ def rewrite_mixtures(
     return report
 
 
-def _replace(mixture: Mixture, replacement: Callable[[Mixture], Node]) -> None:
+def _replace(mixture: MatchedExperts, replacement: Callable[[MatchedExperts], Node]) -> None:
     total = mixture.total
     with total.graph.inserting_before(total):
         whole = mixture.rewritten(replacement)
@@ -105,7 +105,7 @@ def _gathers(program: ExportedProgram, total: Node) -> bool:
     return any(n.target is PRODUCT for n in seen) and bool(gathered)
 
 
-def _mixture(program: ExportedProgram, total: Node) -> Mixture:
+def _mixture(program: ExportedProgram, total: Node) -> MatchedExperts:
     view = node_of(total.args[0], VIEWS, "a view of all slots")
     expect(total.args[1:] == ([1],), "expected a sum over a row's experts")
     weighed = node_of(view.args[0], (MUL,), "weighed results")
@@ -123,7 +123,7 @@ def _mixture(program: ExportedProgram, total: Node) -> Mixture:
     expect(list(repeated.args[1:]) == [active, 0], "expected each row once an expert")
     expect(value(weights).shape[1] == active, "expected a weight for each expert of a row")
     require_sizes(up, down, value(x).shape[-1])
-    return Mixture(x, ids, weights, up, gate, down, _rounded(total, value(x).dtype))
+    return MatchedExperts(x, ids, weights, up, gate, down, _rounded(total, value(x).dtype))
 
 
 def _rounded(total: Node, dtype: torch.dtype) -> Node:

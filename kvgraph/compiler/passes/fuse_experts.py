@@ -16,7 +16,7 @@ from torch.fx import Node
 from kvgraph.compiler.gpu_weights import Part, columns_in_turn, kept, shapes, stored
 from kvgraph.compiler.passes import PassReport
 from kvgraph.compiler.passes.experts import rewrite_mixtures
-from kvgraph.compiler.passes.mixtures import Layer, Mixture
+from kvgraph.compiler.passes.mixtures import Layer, MatchedExperts
 from kvgraph.compiler.passes.operands import KINDS, cast, expect
 from kvgraph.compiler.passes.parameters import add_matrix, stored_of
 from kvgraph.compiler.threads import in_order
@@ -33,13 +33,13 @@ FUSED = torch_fusions.fused_experts.default
 def fuse_experts(program: ExportedProgram, bits: int | None, weights: Weights) -> PassReport:
     """Rewrite `program` in place; its weights are made later. `bits`: None keeps their dtype."""
 
-    def replacement(mixture: Mixture) -> Node:
+    def replacement(mixture: MatchedExperts) -> Node:
         return _fused(program, mixture, PLAIN_BITS if bits is None else bits, weights)
 
     return rewrite_mixtures(program, "fuse_experts", KINDS, replacement)
 
 
-def _fused(program: ExportedProgram, mixture: Mixture, bits: int, weights: Weights) -> Node:
+def _fused(program: ExportedProgram, mixture: MatchedExperts, bits: int, weights: Weights) -> Node:
     count = len(mixture.up.weight)
     expect(count <= MOST_EXPERTS, f"expected at most {MOST_EXPERTS} experts, got {count}")
     found, is_kept = mixture.form(weights, bits, takes=takes)

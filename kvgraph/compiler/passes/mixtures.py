@@ -74,7 +74,7 @@ class Layer:
 
 
 @dataclass
-class Mixture:
+class MatchedExperts:
     """A matched mixture of experts over rows `x`. Its result `total` has the dtype of `x`, and
     includes `residual` if there is one."""
 
@@ -87,7 +87,7 @@ class Mixture:
     total: Node
     residual: Node | None = None
 
-    def rewritten(self, replacement: Callable[[Mixture], Node]) -> Node:
+    def rewritten(self, replacement: Callable[[MatchedExperts], Node]) -> Node:
         """The node that computes `total`, made by `replacement` at the graph's insertion point."""
         return replacement(self)
 
@@ -103,7 +103,7 @@ class Mixture:
         return weights.form_of(sources, bits, can_keep=fits, takes=takes)
 
 
-def require_kinds(mixture: Mixture, kinds: Container[torch.dtype]) -> None:
+def require_kinds(mixture: MatchedExperts, kinds: Container[torch.dtype]) -> None:
     """Raise UnmatchedError unless rows, weights and result have one dtype, which is in `kinds`."""
     dtype = value(mixture.x).dtype
     expect(dtype in kinds, f"expected float32, got {dtype}")

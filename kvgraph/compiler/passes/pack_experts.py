@@ -14,7 +14,7 @@ from torch.fx import Node
 from kvgraph.compiler.packed_weights import Packed, Section, pack_in_turn, shapes
 from kvgraph.compiler.passes import PassReport
 from kvgraph.compiler.passes.experts import rewrite_mixtures
-from kvgraph.compiler.passes.mixtures import Layer, Mixture
+from kvgraph.compiler.passes.mixtures import Layer, MatchedExperts
 from kvgraph.compiler.passes.operands import cast
 from kvgraph.compiler.passes.parameters import add_packed, array_of, stored_of
 from kvgraph.compiler.values import Coded
@@ -28,13 +28,13 @@ PACKED = torch_ops.experts.default
 def pack_experts(program: ExportedProgram, bits: int | None, weights: Weights) -> PassReport:
     """Rewrite `program` in place; its packed weights are made later. `bits`: None keeps float32."""
 
-    def replacement(mixture: Mixture) -> Node:
+    def replacement(mixture: MatchedExperts) -> Node:
         return _packed(program, mixture, 32 if bits is None else bits, weights)
 
     return rewrite_mixtures(program, "pack_experts", (torch.float32,), replacement, residuals=True)
 
 
-def _packed(program: ExportedProgram, mixture: Mixture, bits: int, weights: Weights) -> Node:
+def _packed(program: ExportedProgram, mixture: MatchedExperts, bits: int, weights: Weights) -> Node:
     up, down, inner = mixture.up, mixture.down, mixture.down.inputs
     halves = [mixture.gate.gate, mixture.gate.up]
     form, is_kept = mixture.form(weights, bits)

@@ -10,7 +10,7 @@ from torch.export.graph_signature import InputKind, InputSpec, TensorArgument
 from torch.fx import Node
 
 from kvgraph.compiler import gpu_weights
-from kvgraph.compiler.packed_weights import OPERANDS, Packed, Stored
+from kvgraph.compiler.packed_weights import OPERANDS, Packed, StoredRows
 from kvgraph.compiler.passes.operands import value
 from kvgraph.compiler.values import Coded, parts_of
 from kvgraph.compiler.weights import Piece, Weights
@@ -140,9 +140,9 @@ def array_of(tensor: torch.Tensor) -> Array:
     return array
 
 
-def stored_of(coded: Coded) -> Stored:
+def stored_of(coded: Coded) -> StoredRows:
     """The stored rows of a checkpoint as NumPy arrays, ready to be packed."""
-    return Stored(**{name: part.numpy() for name, part in parts_of(coded)})
+    return StoredRows(**{name: part.numpy() for name, part in parts_of(coded)})
 
 
 def tensor_of(array: Array) -> torch.Tensor:

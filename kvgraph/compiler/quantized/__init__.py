@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from kvgraph.compiler.checkpoint_files import StoredTensor
 from kvgraph.compiler.frontends.folder import Config, quantization
 from kvgraph.compiler.quantized import (
     activations,
@@ -21,7 +22,6 @@ from kvgraph.compiler.quantized import (
     mxfp4,
 )
 from kvgraph.compiler.quantized.parts import INSTEAD, LEFT, Parts
-from kvgraph.compiler.shards import Stored
 from kvgraph.compiler.values import TORCH_DTYPES, Plain, Values
 from kvgraph.errors import UnsupportedError
 
@@ -48,7 +48,7 @@ OLDER_CONFIGS = ("quantize_config.json", "quant_config.json")
 
 
 def weights_of(
-    folder: Path, config: Config, stored: Mapping[str, Stored]
+    folder: Path, config: Config, stored: Mapping[str, StoredTensor]
 ) -> tuple[dict[str, Values], str]:
     """Values of the checkpoint's weights by their names, and text for their quantised form.
 
@@ -83,7 +83,7 @@ def _require_whole(parts: Parts, found: Mapping[str, Values]) -> None:
             raise parts.refuse(name, "none", f"a part of {stem}.weight that is not read")
 
 
-def _require_scales(folder: Path, others: Mapping[str, Stored]) -> None:
+def _require_scales(folder: Path, others: Mapping[str, StoredTensor]) -> None:
     """Raise UnsupportedError if a tensor that no method has read needs scales."""
     for name, each in sorted(others.items()):
         has_scales = each.dtype in WITH_SCALES and len(each.shape) > 1

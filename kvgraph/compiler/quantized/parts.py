@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from kvgraph.compiler.shards import Stored
+from kvgraph.compiler.checkpoint_files import StoredTensor
 from kvgraph.compiler.values import Plain
 from kvgraph.errors import ModelError, UnsupportedError
 
@@ -36,7 +36,7 @@ class Parts:
 
     folder: Path
     method: str
-    stored: Mapping[str, Stored]
+    stored: Mapping[str, StoredTensor]
     unread: Mapping[str, str] = field(default_factory=dict)
     """Name of a tensor with a dtype that cannot be read -> that dtype."""
     taken: set[str] = field(default_factory=set)

@@ -32,9 +32,9 @@ from kvgraph.compiler.weights import Weights
 from kvgraph.contract.safetensors import read_layout
 from kvgraph.contract.signature import GraphSignature, output_name
 from kvgraph.errors import KVGraphError, UnsupportedError
-from kvgraph.handlers import let_pass
 from kvgraph.ops import OPSET_DOMAIN
 from kvgraph.ops.onnx_ops import translation_table
+from kvgraph.signal_handlers import reraise_if_signalled
 
 OPSET, IR_VERSION = 23, 10
 MODEL_NAME = "model.onnx"
@@ -92,7 +92,7 @@ def _core_aten(traced: Traced) -> ExportedProgram:
     except KVGraphError:
         raise
     except Exception as error:
-        let_pass(error)
+        reraise_if_signalled(error)
         why = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise UnsupportedError(
             f"architecture {traced.model.architecture!r}: torch cannot make core ATen of its "

@@ -29,7 +29,7 @@ from kvgraph.compiler.targets import Lowered
 from kvgraph.compiler.targets.weights import dense_in_place, save_weights
 from kvgraph.compiler.traced import Traced
 from kvgraph.errors import UnsupportedError
-from kvgraph.handlers import let_pass
+from kvgraph.signal_handlers import reraise_if_signalled
 
 MODEL_NAME = "model.pt2"
 
@@ -95,7 +95,7 @@ def _package(program: ExportedProgram, path: Path) -> None:
                 program, package_path=str(path), inductor_configs=settings
             )
         except Exception as error:
-            let_pass(error)
+            reraise_if_signalled(error)
             lines = (str(error).strip() or type(error).__name__).splitlines()
             raise UnsupportedError(f"backend torch: AOTInductor failed: {lines[0]}") from error
     _strip(path)

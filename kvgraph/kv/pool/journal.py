@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple, TypeAlias
 
 
-class Stored(NamedTuple):
+class PageStored(NamedTuple):
     """A page was committed. `parent`: digest of the page before it, None for the first page of a
     prefix. `tokens`: its tokens. If they are not known, `parent` is None and `tokens` is empty."""
 
@@ -14,14 +14,14 @@ class Stored(NamedTuple):
     tokens: list[int]
 
 
-class Removed(NamedTuple):
+class PageRemoved(NamedTuple):
     """A committed page no longer holds its content."""
 
     digest: bytes
 
 
-class Cleared(NamedTuple):
+class PagesCleared(NamedTuple):
     """All pages were un-committed."""
 
 
-Event: TypeAlias = Stored | Removed | Cleared
+Event: TypeAlias = PageStored | PageRemoved | PagesCleared

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator
 
-from kvgraph.kv.pool.journal import Event, Removed
+from kvgraph.kv.pool.journal import Event, PageRemoved
 
 
 class PagePool:
@@ -94,7 +94,7 @@ class PagePool:
                 digests[page] = None
                 self.evictions += 1
                 if self.journal is not None:
-                    self.journal.append(Removed(digest))
+                    self.journal.append(PageRemoved(digest))
             taken.append(page)
             page = after[page]
         after[self.num_pages], self._before[page] = page, self.num_pages
@@ -186,7 +186,7 @@ class PagePool:
         for digest, page in self.index.items():
             self.digests[page] = None
             if self.journal is not None:
-                self.journal.append(Removed(digest))
+                self.journal.append(PageRemoved(digest))
         self.index.clear()
 
     def free_pages(self) -> Iterator[int]:

@@ -14,7 +14,7 @@ from kvgraph.errors import CapacityError
 from kvgraph.kv.metrics import KVCacheMetrics
 from kvgraph.kv.pool.batch import ReplicaBatch, Upload
 from kvgraph.kv.pool.identity import PoolSettings, chain
-from kvgraph.kv.pool.journal import Cleared, Event, Stored
+from kvgraph.kv.pool.journal import Event, PagesCleared, PageStored
 from kvgraph.kv.pool.leaf import Leaf
 from kvgraph.kv.pool.lookup import PrefixLookup
 from kvgraph.kv.pool.plan import AllocPlan, Loadable, Planner, RowPlan
@@ -291,7 +291,7 @@ class Replica:
         if journal is not None:
             size = self.settings.page_size
             tokens = ctx.tokens[at * size : (at + 1) * size].tolist()
-            journal.append(Stored(row.digests[at], row.digests[at - 1] if at else None, tokens))
+            journal.append(PageStored(row.digests[at], row.digests[at - 1] if at else None, tokens))
 
     def _slide(self, ctx: TextContext, row: Row, i: int, window: int) -> None:
         """Free the pages that no later query sees; the null page replaces them in the row."""
@@ -323,7 +323,7 @@ class Replica:
     def follow(self) -> list[Event]:
         """Start and return the list to which events of committed pages are appended."""
         pool = self.followed.pool
-        pool.journal = [Cleared()]
+        pool.journal = [PagesCleared()]
         return pool.journal
 
     def reset_prefix_cache(self) -> None:

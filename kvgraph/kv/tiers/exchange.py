@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import NamedTuple
 
 from kvgraph.errors import InsufficientPagesError
-from kvgraph.kv.pool.journal import Stored
+from kvgraph.kv.pool.journal import PageStored
 from kvgraph.kv.pool.leaf import Leaf
 from kvgraph.kv.pool.pages import PagePool
 from kvgraph.kv.tiers.leaf_pools import LeafPools
@@ -47,7 +47,7 @@ def adopted_pages(
     leaves: Sequence[Leaf],
     leaf_pools: Sequence[LeafPools],
     digests: Sequence[Sequence[bytes]],
-    stored: Iterable[Stored],
+    stored: Iterable[PageStored],
 ) -> Iterator[list[LeafPages]]:
     """Yield free pages for the `digests[leaf]` that the device lacks; fill them in the scope.
 
@@ -106,11 +106,11 @@ def _require_free(pools: Sequence[PagePool], missing: Sequence[Sequence[bytes]])
 
 
 def _publish(
-    pool: PagePool, pages: Sequence[int], digests: Sequence[bytes], told: Mapping[bytes, Stored]
+    pool: PagePool, pages: Sequence[int], digests: Sequence[bytes], told: Mapping[bytes, PageStored]
 ) -> None:
     for page, digest in zip(pages, digests, strict=True):
         if pool.publish(page, digest) and pool.journal is not None:
-            pool.journal.append(told.get(digest, Stored(digest, None, [])))
+            pool.journal.append(told.get(digest, PageStored(digest, None, [])))
 
 
 def _renew(pool: PagePool, digests: Sequence[bytes]) -> None:

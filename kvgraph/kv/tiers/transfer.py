@@ -31,7 +31,7 @@ from kvgraph.contract.plain import JsonObject
 from kvgraph.errors import KVGraphError, TransferError
 from kvgraph.kv.paged import PagedKVCacheManager
 from kvgraph.kv.pool.identity import chain
-from kvgraph.kv.pool.journal import Stored
+from kvgraph.kv.pool.journal import PageStored
 from kvgraph.kv.requests import TextContext
 from kvgraph.kv.tiers.exchange import LeafPages
 
@@ -154,7 +154,7 @@ class PageTransfer:
             raise TransferError(f"way: expected one that the receiver has, got {way}")
         return [[bytes.fromhex(digest) for digest in leaf["digests"]] for leaf in theirs]
 
-    def _stored(self, header: JsonObject) -> list[Stored]:
+    def _stored(self, header: JsonObject) -> list[PageStored]:
         """Events of the pages, for `events`; empty if the sender's version sends no tokens."""
         if "tokens" not in header:
             return []
@@ -164,7 +164,7 @@ class PageTransfer:
         digests = chain(bytes.fromhex(header["root"]), tokens, size, 0, count)
         parents = [None, *digests][:count]
         pages = tokens[: count * size].reshape(count, size).tolist()
-        return [Stored(*one) for one in zip(digests, parents, pages, strict=True)]
+        return [PageStored(*one) for one in zip(digests, parents, pages, strict=True)]
 
     def _take(
         self, connection: Connection, header: JsonObject, leaves: Sequence[LeafPages]
@@ -188,7 +188,7 @@ class PageTransfer:
             _copy_in(leaves, _received(connection, leaves))
 
 
-def _require_own(offered: Sequence[Sequence[bytes]], stored: Sequence[Stored] | None) -> None:
+def _require_own(offered: Sequence[Sequence[bytes]], stored: Sequence[PageStored] | None) -> None:
     """Raise TransferError for a digest that is not of the sender's tokens. `stored`: None if the
     sender does not send its tokens."""
     own = None if stored is None else {page.digest for page in stored}

@@ -22,9 +22,9 @@ import numpy.typing as npt
 
 from kvgraph.contract.dtypes import itemsize
 from kvgraph.errors import CapacityError, DeviceError, KVGraphError, MissingDependencyError
-from kvgraph.handlers import let_pass
 from kvgraph.runtime.sessions.cuda_errors import of_number
 from kvgraph.runtime.sessions.uncollected import uncollected
+from kvgraph.signal_handlers import reraise_if_signalled
 
 REFUSALS = (DeviceError, CapacityError)
 """Errors that `CudaDevice.call` raises."""
@@ -106,7 +106,7 @@ class CudaDevice:
         except KVGraphError:
             raise
         except Exception as error:  # of the bindings, if there is no libcuda
-            let_pass(error)
+            reraise_if_signalled(error)
             raise DeviceError(
                 f"cuda:{self.ordinal}: expected an NVIDIA driver on this machine, got none "
                 f"({str(error).splitlines()[0]})"

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from kvgraph.errors import CapacityError, DeviceError, DeviceLostError, KernelError, KVGraphError
-from kvgraph.handlers import let_pass
+from kvgraph.signal_handlers import reraise_if_signalled
 
 OUT_OF_MEMORY = 2
 
@@ -97,6 +97,6 @@ def told_by_torch() -> Iterator[None]:
             raise
         raise (_lost if kind is DeviceLostError else kind)(str(error)) from error
     except RuntimeError as error:  # includes torch.OutOfMemoryError and torch.AcceleratorError
-        let_pass(error)
+        reraise_if_signalled(error)
         lines = str(error).splitlines() or [type(error).__name__]
         raise step_error(f"cuda: {lines[0]}", str(error)) from error

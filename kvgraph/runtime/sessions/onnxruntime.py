@@ -57,12 +57,12 @@ from kvgraph.errors import (
     MissingDependencyError,
     UnsupportedError,
 )
-from kvgraph.handlers import let_pass
 from kvgraph.ops import native
 from kvgraph.runtime.folder import ArtifactFolder
 from kvgraph.runtime.machine import default_threads
 from kvgraph.runtime.sessions.base import Session, host_zeros
 from kvgraph.runtime.sessions.opening import require_names
+from kvgraph.signal_handlers import reraise_if_signalled
 
 if TYPE_CHECKING:
     from onnxruntime import InferenceSession, IOBinding, SessionOptions
@@ -118,7 +118,7 @@ class OnnxRuntimeSession(Session):
         try:
             self._session.run_with_iobinding(self._binding)
         except Exception as error:  # ONNX Runtime raises bare RuntimeErrors and its own classes
-            let_pass(error)
+            reraise_if_signalled(error)
             raise KernelError(f"onnxruntime: {last_sentence(error)}") from error
         return logits
 
@@ -228,7 +228,7 @@ def open_session(
             given = model.read_bytes()
         session = ort.InferenceSession(given, options, providers=[chosen])
     except Exception as error:  # ONNX Runtime raises many classes
-        let_pass(error)
+        reraise_if_signalled(error)
         raise _refusal(ort, model, error) from error
     found = session.get_providers()
     if found[0] != provider:
@@ -285,7 +285,7 @@ def register_ops(options: SessionOptions) -> None:
     try:
         options.register_custom_ops_library(str(native.library_path("onnxruntime")))
     except Exception as error:  # ONNX Runtime raises many classes
-        let_pass(error)
+        reraise_if_signalled(error)
         why = last_sentence(error).rpartition("kvgraph: ")[2]
         raise MissingDependencyError(f"onnxruntime: {why}; {UPGRADE}") from error
 

@@ -34,7 +34,6 @@ from kvgraph.errors import (
     CapacityError,
     DeviceError,
 )
-from kvgraph.handlers import let_pass
 from kvgraph.runtime.folder import ArtifactFolder
 from kvgraph.runtime.sessions.base import Session
 from kvgraph.runtime.sessions.cuda_driver import CudaDevice, DeviceArray
@@ -47,6 +46,7 @@ from kvgraph.runtime.sessions.onnxruntime import (
     register_ops,
     require_provider,
 )
+from kvgraph.signal_handlers import reraise_if_signalled
 
 if TYPE_CHECKING:
     from onnxruntime import InferenceSession
@@ -113,7 +113,7 @@ class OnnxRuntimeCudaSession(Session):
             try:
                 self._session.run_with_iobinding(self._binding)
             except Exception as error:  # ONNX Runtime raises bare RuntimeErrors and its own classes
-                let_pass(error)
+                reraise_if_signalled(error)
                 raise step_error(f"onnxruntime: {last_sentence(error)}", str(error)) from error
             return self._logits.download(logits, rows)
 
@@ -177,7 +177,7 @@ def _require_loaded(ort: ModuleType, device: CudaDevice) -> None:
     try:
         ort.OrtValue.ortvalue_from_shape_and_type([1], np.float32, "cuda", device.ordinal)
     except Exception as error:
-        let_pass(error)
+        reraise_if_signalled(error)
         raise DeviceError(
             f"onnxruntime: expected {PROVIDER} on this machine, got none that can be loaded: "
             f"{last_sentence(error)}"

@@ -9,8 +9,8 @@ from pathlib import Path
 from kvgraph.contract.files import require_utf8
 from kvgraph.contract.signature import GraphSignature, output_name
 from kvgraph.errors import ArtifactError, KVGraphError
-from kvgraph.handlers import let_pass
 from kvgraph.runtime.sessions.cuda_errors import opening_error
+from kvgraph.signal_handlers import reraise_if_signalled
 
 
 @contextmanager
@@ -24,7 +24,7 @@ def opening(path: Path, framework: str) -> Iterator[None]:
     except (KVGraphError, MemoryError):
         raise
     except Exception as error:
-        let_pass(error)
+        reraise_if_signalled(error)
         if (told := opening_error(path, str(error))) is not None:
             raise told from error
         lines = str(error).strip().splitlines()

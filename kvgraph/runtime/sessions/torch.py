@@ -18,7 +18,6 @@ import numpy.typing as npt
 
 from kvgraph.contract.dims import Array
 from kvgraph.errors import KernelError, MissingDependencyError
-from kvgraph.handlers import let_pass
 from kvgraph.ops import native
 from kvgraph.ops.torch_threads import fitting_threads
 from kvgraph.runtime.folder import ArtifactFolder
@@ -26,6 +25,7 @@ from kvgraph.runtime.machine import quota_threads
 from kvgraph.runtime.sessions.base import Session
 from kvgraph.runtime.sessions.opening import opening
 from kvgraph.runtime.sessions.weights import read_weights
+from kvgraph.signal_handlers import reraise_if_signalled
 
 
 class TorchSession(Session):
@@ -62,7 +62,7 @@ class TorchSession(Session):
             with self._inference_mode():  # otherwise autograd handles our ops, 5 us each
                 logits: npt.NDArray[np.float32] = self._runners[0].run(tensors)[0].numpy()
         except RuntimeError as error:
-            let_pass(error)
+            reraise_if_signalled(error)
             raise KernelError(f"torch: {str(error).splitlines()[0]}") from error
         return logits
 

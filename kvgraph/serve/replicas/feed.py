@@ -18,7 +18,7 @@ from typing import cast
 
 from kvgraph.errors import RequestError
 from kvgraph.kv.paged import PagedKVCacheManager
-from kvgraph.kv.pool.journal import Cleared, Removed
+from kvgraph.kv.pool.journal import PageRemoved, PagesCleared
 from kvgraph.runtime.async_engine import AsyncEngine
 from kvgraph.runtime.engine import Engine
 from kvgraph.runtime.sampling import Token
@@ -95,10 +95,10 @@ class Feed:
     def _gather(self) -> None:
         if self._kv is not None:
             for event in self._kv.events():
-                if isinstance(event, Cleared):
+                if isinstance(event, PagesCleared):
                     self._is_lost = True
                 else:
-                    self._changes[event.digest] = not isinstance(event, Removed)
+                    self._changes[event.digest] = not isinstance(event, PageRemoved)
         if len(self._changes) > 2 * self._facts.routed_pages:
             self._is_lost = True  # a whole report is shorter
         if self._is_lost:

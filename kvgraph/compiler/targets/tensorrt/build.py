@@ -1,7 +1,8 @@
 """The process that builds a TensorRT engine: `python -m` this module, with a file as argument.
 
-It is a separate process, because TensorRT's parser aborts on some errors. The file is a Request as
-JSON. The process writes the engine, and a Result next to the request; its log goes to stderr.
+It is a separate process, because TensorRT's parser aborts on some errors. The file is a
+BuildRequest as JSON. The process writes the engine, and a Result next to the request; its log goes
+to stderr.
 
 Nodes of domain kvgraph are rewritten before parsing. A plugin's node cannot leave out an operand in
 the middle, so a field lists the given operands. Kernels and images become fields too.
@@ -36,7 +37,7 @@ path of each image."""
 
 
 @dataclass(frozen=True)
-class Request:
+class BuildRequest:
     """The engine to build.
 
     `archs`: GPU architectures; empty: a portable engine. `profiles`: input -> (min, opt, max)
@@ -72,7 +73,7 @@ Asked = TypeVar("Asked")
 
 
 def main(path: str) -> int:
-    return answer(path, Request, build)
+    return answer(path, BuildRequest, build)
 
 
 def answer(path: str, kind: type[Asked], make: Callable[[Asked], object]) -> int:
@@ -89,7 +90,7 @@ def answer(path: str, kind: type[Asked], make: Callable[[Asked], object]) -> int
     return int("refused" in found)
 
 
-def build(request: Request) -> Result:
+def build(request: BuildRequest) -> Result:
     """Build and write the engine. UnsupportedError with the message of the parser or builder."""
     trt = import_module(request.module)
     said = Log.of(trt, request.verbose)
@@ -123,7 +124,7 @@ def build(request: Request) -> Result:
     )
 
 
-def _config(trt: ModuleType, builder: Builder, request: Request) -> IBuilderConfig:
+def _config(trt: ModuleType, builder: Builder, request: BuildRequest) -> IBuilderConfig:
     config = builder.create_builder_config()
     if request.archs:
         config.num_compute_capabilities = len(request.archs)
@@ -173,7 +174,7 @@ class Log:
     def last(self) -> str:
         return self.errors[-1].splitlines()[0] if self.errors else "nothing said"
 
-    def refusal(self, request: Request) -> str:
+    def refusal(self, request: BuildRequest) -> str:
         """The reason for a failure: the plugin's message, or else the first error that is not about
         a missing GPU."""
         return plugin_message(request.library) or next(
@@ -193,7 +194,7 @@ def plugin_message(library: str) -> str:
 # ---- the model with plugin nodes ---------------------------------------------------------------
 
 
-def plugin_model(request: Request) -> tuple[bytes, list[str]]:
+def plugin_model(request: BuildRequest) -> tuple[bytes, list[str]]:
     """The serialized model with plugin nodes, and the names of its weights outside the graph."""
     import onnx
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from kvgraph.compiler.targets.onnx import MODEL_NAME
-from kvgraph.compiler.targets.tensorrt.build import Request, Result
+from kvgraph.compiler.targets.tensorrt.build import BuildRequest, Result
 from kvgraph.contract.dims import (
     BATCH_SIZE,
     MAX_NUM_PAGES,
@@ -144,7 +144,7 @@ def build_engine(
     """
     version = require_module(module)
     chosen = list(archs) if module == RTX else []  # other TensorRT builds for its machine's GPU
-    request = Request(
+    request = BuildRequest(
         module=module,
         model=str(folder / MODEL_NAME),
         kernels=str(folder / "kernels"),

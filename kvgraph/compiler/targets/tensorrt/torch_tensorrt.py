@@ -38,12 +38,12 @@ from kvgraph.compiler.passes.write_in_place import write_in_place
 from kvgraph.compiler.targets.trt_fields import pack_images
 from kvgraph.contract.dtypes import ALL, POOLS
 from kvgraph.errors import MissingDependencyError, UnsupportedError
-from kvgraph.handlers import let_pass
 from kvgraph.kernels import aot
 from kvgraph.kernels.record import image_digests, pack_kernels
 from kvgraph.kernels.shapes import AttentionShape, CacheShape, Rope
 from kvgraph.ops import OPSET_DOMAIN, UPDATE_AND_ATTEND
 from kvgraph.ops.native import library_path
+from kvgraph.signal_handlers import reraise_if_signalled
 
 if TYPE_CHECKING:
     from tensorrt import INetworkDefinition, IPluginCreator, IPluginV3, ITensor, PluginField
@@ -117,7 +117,7 @@ def imported(name: str) -> Any:
     try:
         return import_module(name)
     except Exception as error:  # with a CPU build of torch the import raises AssertionError
-        let_pass(error)
+        reraise_if_signalled(error)
         raise MissingDependencyError(
             f"{name.partition('.')[0]}: needed for the torch-tensorrt adapter, cannot be imported "
             f"({error}); {INSTALL}"

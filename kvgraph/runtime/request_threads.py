@@ -10,7 +10,7 @@ from typing import TypeVar
 T = TypeVar("T")
 
 
-class Building:
+class RequestThreads:
     """Own threads, not the event loop's default executor: its threads may all be waiting for
     this engine."""
 

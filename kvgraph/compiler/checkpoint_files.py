@@ -20,7 +20,7 @@ PICKLED = "pytorch_model.bin"
 
 
 @dataclass(frozen=True)
-class Stored:
+class StoredTensor:
     """A tensor of a shard. Its elements start at byte `offset` of the file `path`."""
 
     path: Path
@@ -39,7 +39,7 @@ class Index:
     total_size: int | None
 
 
-def stored_tensors(folder: Path) -> dict[str, Stored]:
+def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
     """All tensors of the checkpoint in `folder` by name; empty if it has no safetensors.
 
     Only headers are read. ModelError: a shard is missing, truncated or damaged.
@@ -111,7 +111,7 @@ def _is_of(folder: Path, name: str) -> bool:
     return own.parent.name == "snapshots" and target.parent == own.parent.parent / "blobs"
 
 
-def _read_header(path: Path) -> list[Stored]:
+def _read_header(path: Path) -> list[StoredTensor]:
     from safetensors import SafetensorError, safe_open
 
     try:
@@ -122,4 +122,4 @@ def _read_header(path: Path) -> list[Stored]:
     except (SafetensorError, OSError) as error:
         why = str(error).splitlines()[0]
         raise ModelError(f"{path.parent}: cannot read the weights: {path.name}: {why}") from error
-    return [Stored(path, name, at.dtype, at.shape, at.offset) for name, at in layout.items()]
+    return [StoredTensor(path, name, at.dtype, at.shape, at.offset) for name, at in layout.items()]

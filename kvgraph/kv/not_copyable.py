@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NoReturn
 
 
-class Uncopied:
+class NotCopyable:
     """Base class of objects for which `copy`, `deepcopy` and `pickle` raise TypeError."""
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:

@@ -14,7 +14,7 @@ from itertools import pairwise
 from types import CodeType, FrameType
 
 
-def let_pass(error: BaseException) -> None:
+def reraise_if_signalled(error: BaseException) -> None:
     """Raise `error` again if a Python signal handler raised it."""
     place, installed = error.__traceback__, frozenset(_installed())
     while place is not None and place.tb_next is not None:
