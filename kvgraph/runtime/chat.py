@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias, TypedDict, Unpack
 
@@ -178,9 +178,9 @@ class ChatTemplates:
         of `continue_final_message`, which ends the text with the last message.
         `chat_template`: a template, or the name of one of the artifact's.
         `chat_template_kwargs`: more variables of the template, such as `documents`.
-        The parts of a message's content are joined if the template takes only text. Text becomes
-        one part if the template takes only lists of parts. Role developer becomes system if the
-        template does not name developer.
+        The parts of a message's content are joined if the template takes only text for its role.
+        Text becomes one part if the template takes only lists of parts. Role developer becomes
+        system if the template does not name developer.
         RequestError: an invalid message, or a template that rejects the messages or fails on them.
         ArtifactError: no template, or a damaged one.
         """
@@ -288,7 +288,9 @@ class ChatTemplates:
             return as_parts, True
         if text is not None and text == parts:
             return list, shows_text  # unchanged
-        return joined_text, shows_text
+        lists = {each["role"] for each in chat if isinstance(each.get("content"), list)}
+        taken = [role for role in lists if text and rendered(as_parts(probes, role)) == text]
+        return partial(joined_text, others=taken), shows_text
 
     @property
     def _names(self) -> str:

@@ -7,10 +7,12 @@ in native threads.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Collection, Sequence
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -27,7 +29,7 @@ from kvgraph.runtime.sampling_params import SamplingParams
 from kvgraph.signal_handlers import reraise_if_signalled
 
 if TYPE_CHECKING:
-    from llguidance import LLExecutor, LLMatcher, LLTokenizer
+    from llguidance import LLExecutor, LLMatcher, LLTokenizer, TokenizerWrapper
     from tokenizers import Tokenizer
 
 LIMITS: JsonObject = {
@@ -46,6 +48,18 @@ NOT_FOLLOWED = "expected a grammar that can be followed"
 
 NOT_TAKEN = "expected what llguidance takes"
 """Start of the error message about a grammar that llguidance rejects."""
+
+SPECIAL = b"\xff"
+"""Prefix of a special token's bytes, in llguidance."""
+
+AS_GIVEN: dict[str, JsonObject] = {
+    "ByteLevel": {"add_prefix_space": False},
+    "Metaspace": {"prepend_scheme": "never"},
+}
+"""Settings with which a pre-tokenizer adds nothing to a text."""
+
+SPACES: JsonObject = {"String": " "}
+"""The pattern of a normalizer that spells spaces as the tokens do."""
 
 MOST_COMPILED = 32
 MOST_REASON = 200
@@ -122,7 +136,9 @@ class Guides:
         # never occurs in guided text.
         ends = [end for end in self._model_ends if end < known] or [known - 1]
         try:
-            tokenizer = LLTokenizer(self._tokenizer.to_str(), n_vocab=size, eos_token=ends)
+            own = LLTokenizer(self._tokenizer.to_str(), n_vocab=size, eos_token=ends)
+            forced = cast("TokenizerWrapper", _forced_text(self._tokenizer, own))
+            tokenizer = LLTokenizer(forced, eos_token=ends)
         except BaseException as error:
             reraise_if_signalled(error)
             if not isinstance(error, Exception) and not is_panic(error):
@@ -136,6 +152,64 @@ class Guides:
         executor = LLExecutor(default_threads())
         self._vocabulary = Vocabulary(tokenizer, executor, (size + 31) // 32, spells_ends)
         return self._vocabulary
+
+
+class ForcedText(partial[list[int]]):
+    """A vocabulary for llguidance that encodes the text which a grammar forces, unchanged.
+
+    A tokenizer may change a text before it encodes it: by a Unicode normal form, a space in front,
+    or added tokens, which are not text to a grammar. So this calls the encoder of a plain tokenizer.
+    It is a partial of a native function, because llguidance calls it during its own work: an
+    interrupt in Python code there would be lost, and end the request.
+    """
+
+    is_tokenizer_wrapper = True
+    bos_token_id = None
+    special_token_ids: Sequence[int] = ()
+    eos_token_id: int
+    tokens: Sequence[bytes]
+
+
+def _forced_text(tokenizer: Tokenizer, own: LLTokenizer) -> ForcedText:
+    """The vocabulary with the tokens of `own`, llguidance's reading of `tokenizer`."""
+    forced = ForcedText(type(own)(_plain(tokenizer).to_str()).tokenize_str)
+    forced.eos_token_id = own.eos_token
+    forced.tokens = [_bytes_of(own, token) for token in range(own.vocab_size)]
+    return forced
+
+
+def _bytes_of(tokenizer: LLTokenizer, token: int) -> bytes:
+    """A token's bytes as llguidance expects them; empty if it has none, where llguidance returns
+    the token's number in brackets."""
+    spelled = tokenizer.decode_bytes([token])
+    if tokenizer.is_special_token(token):
+        return SPECIAL + spelled
+    return b"" if spelled == f"<[{token}]>".encode() else spelled
+
+
+def _plain(tokenizer: Tokenizer) -> Tokenizer:
+    """A tokenizer with the same model, but no added tokens, that encodes a text unchanged."""
+    from tokenizers import Tokenizer, models
+
+    steps = Tokenizer(models.BPE())  # its JSON is small
+    steps.normalizer, steps.pre_tokenizer = tokenizer.normalizer, tokenizer.pre_tokenizer
+    steps.decoder = tokenizer.decoder
+    fields: JsonObject = json.loads(steps.to_str())
+    kept = [step for step in _steps(fields["normalizer"]) if step.get("pattern") == SPACES]
+    splits = [step | AS_GIVEN.get(step["type"], {}) for step in _steps(fields["pre_tokenizer"])]
+    fields["normalizer"] = {"type": "Sequence", "normalizers": kept}
+    fields["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": splits}
+    plain = Tokenizer.from_str(json.dumps(fields))
+    plain.model = tokenizer.model
+    return plain
+
+
+def _steps(step: JsonObject | None) -> list[JsonObject]:
+    """The steps of a normalizer or pre-tokenizer, in order."""
+    if step is None or step["type"] != "Sequence":
+        return [] if step is None else [step]
+    parts = step.get("normalizers") or step.get("pretokenizers") or ()
+    return [each for part in parts for each in _steps(part)]
 
 
 class Ends:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from contextlib import suppress
 from typing import Any, TypeAlias, cast
 
@@ -112,21 +112,27 @@ def with_content(messages: list[Message], content: str | None) -> list[Message]:
     ]
 
 
-def as_parts(messages: list[Message]) -> list[Message]:
-    """The messages with each text as a list of one part, for templates that take only lists."""
+def as_parts(messages: list[Message], role: object = None) -> list[Message]:
+    """The messages with each text as a list of one part, for templates that take only lists.
+
+    `role`: change messages of this role only.
+    """
     return [
         message | {"content": [{"type": "text", "text": content}]}
-        if isinstance(content := message.get("content"), str)
+        if isinstance(content := message.get("content"), str) and role in (None, message["role"])
         else message
         for message in messages
     ]
 
 
-def joined_text(messages: list[Message]) -> list[Message]:
-    """The messages with their text parts joined by newlines, for templates that take only text."""
+def joined_text(messages: list[Message], others: Collection[object] = ()) -> list[Message]:
+    """The messages with their text parts joined by newlines, for templates that take only text.
+
+    `others`: roles whose messages stay as they are.
+    """
     return [
         message | {"content": "\n".join(part["text"] for part in content)}
-        if isinstance(content := message.get("content"), list)
+        if isinstance(content := message.get("content"), list) and message["role"] not in others
         else message
         for message in messages
     ]

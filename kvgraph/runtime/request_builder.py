@@ -68,7 +68,7 @@ class RequestBuilder:
             TokenSource(sampling, edits),
             frozenset(stops),
             min(len(tokens) + sampling.max_new_tokens, self.model.max_seq_len),
-            self.text.stream(len(tokens), stops_of(sampling)),
+            self.text.stream(len(tokens), stops_of(sampling), is_guided=guide is not None),
             scores,
             guide,
         )

@@ -56,13 +56,15 @@ class TextCodec:
             self.tokenizer, text, self._path, ArtifactError, special_tokens=special_tokens
         )
 
-    def stream(self, prompt_length: int, stops: StopStrings | None = None) -> TextStream | None:
+    def stream(
+        self, prompt_length: int, stops: StopStrings | None = None, *, is_guided: bool = False
+    ) -> TextStream | None:
         """The decoder of the text after a prompt of `prompt_length` tokens; None without tokenizer.
 
         RequestError if `stops` are given without a tokenizer.
         """
         if self.tokenizer is not None:
-            return TextStream(self.tokenizer, prompt_length, stops)
+            return TextStream(self.tokenizer, prompt_length, stops, is_guided=is_guided)
         if stops is not None:
             raise RequestError(
                 f"stop: expected no strings without a tokenizer, and {self._path.parent} has no "
@@ -80,6 +82,7 @@ class TextStream:
 
     Text is returned once its bytes are complete. Some decoders strip the space before the first
     word of a text, but a continuation keeps it: so the decoder first gets the prompt's last tokens.
+    `is_guided`: the space is kept after a prompt without text too, because the grammar has it.
     `unfinished`: tokens since the decoder's last piece, while they end within a character.
     `told`: text of these tokens that was already returned; the next piece starts with it.
     `pending`: replacement characters at the end of the prompt's text, until the first piece. They
@@ -89,6 +92,7 @@ class TextStream:
 
     __slots__ = (
         "_before",
+        "_is_guided",
         "_prompt_length",
         "_seen",
         "decoder",
@@ -100,7 +104,12 @@ class TextStream:
     )
 
     def __init__(
-        self, tokenizer: Tokenizer, prompt_length: int, stops: StopStrings | None = None
+        self,
+        tokenizer: Tokenizer,
+        prompt_length: int,
+        stops: StopStrings | None = None,
+        *,
+        is_guided: bool = False,
     ) -> None:
         self.tokenizer = tokenizer
         self.stops = stops
@@ -108,6 +117,7 @@ class TextStream:
         self.unfinished: list[int] = []
         self._seen: Sequence[int] = ()  # prompt tokens for the decoder, up to a whole character
         self._before = ""  # text of `_seen`
+        self._is_guided = is_guided
         self._prompt_length = prompt_length
         self.decoder: DecodeStream | None = None
 
@@ -125,7 +135,10 @@ class TextStream:
         if self.stops is not None:
             self.stops.rewind()
         first, end = self._last_seen(context)
-        self._read_prompt(context.tokens[first:end].tolist())
+        seen = context.tokens[first:end].tolist()
+        if self._is_guided and not self.tokenizer.decode(seen):
+            seen = self.tokenizer.encode("a", add_special_tokens=False).ids
+        self._read_prompt(seen)
         for count, token in enumerate(context.tokens[self._prompt_length :].tolist(), 1):
             piece = self.step(token)
             if self.stops is not None:

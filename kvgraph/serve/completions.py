@@ -113,8 +113,11 @@ async def _echo(served: Served, given: str | list[int], tokens: list[int], offse
         text = await asyncio.to_thread(decode, tokens)
     echo = Echo(text, decode=decode if text.endswith(REPLACEMENT) else None)
     if offsets:
-        find = partial(served.offsets_in, text, tokens, is_given=decode is None)
-        echo = replace(echo, offsets=await asyncio.to_thread(find))
+        if decode is None:
+            found = await served.offsets_in(text)
+        else:
+            found = await asyncio.to_thread(served.offsets_of_ids, tokens, text)
+        echo = replace(echo, offsets=found)
     return echo
 
 

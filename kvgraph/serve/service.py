@@ -6,7 +6,6 @@ import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
-from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
 from kvgraph.contract.dims import ceildiv
@@ -107,29 +106,34 @@ class Served:
             raise ServeError(400, f"{about}: expected a prompt, got an empty one", param=about)
         require_vocabulary(about, max(tokens), self.facts.vocab_size)
 
-    def offsets_in(self, text: str, tokens: list[int], *, is_given: bool) -> list[int]:
-        """Start of each prompt token in `text`, in characters. A character that several tokens form
-        starts at the last of them.
+    def offsets_of_ids(self, tokens: list[int], text: str) -> list[int]:
+        """Start of each token of a prompt of token ids in their decoded `text`, in characters.
 
-        `is_given`: `text` is the client's, so a special token has a width if `text` spells it out;
-        special tokens that the tokenizer puts in front have none. Otherwise `text` was decoded from
-        token ids, and no special token has a width.
+        Special tokens have no width. A character that several tokens form starts at the last of
+        them.
         """
-        tokenizer = self._tokenizer("prompt")
-        num_unplaced = len(tokens)
-        if is_given:
-            in_front = takewhile(bool, tokenizer.encode("a").special_tokens_mask)
-            num_unplaced = sum(1 for _ in in_front)
-        stream = TextStream(tokenizer, 0)
+        stream = TextStream(self._tokenizer("prompt"), 0)
         stream.begin()
-        added = tokenizer.get_added_tokens_decoder().items()
-        special = {token: known.content for token, known in added if known.special}
         offsets, at = [], 0
-        for number, token in enumerate(tokens):
-            offsets.append(min(at, len(text)))  # a normalizing tokenizer changes the pieces
-            piece = stream.step(token)
-            spelled = special.get(token, "") if number >= num_unplaced else ""
-            at += len(spelled if spelled and text.startswith(spelled, at) else piece)
+        for token in tokens:
+            offsets.append(min(at, len(text)))
+            at += len(stream.step(token))
+        return offsets
+
+    async def offsets_in(self, text: str) -> list[int]:
+        """Start of each token of a prompt in its `text` as given, in characters. The tokens may
+        spell it differently. Tokens that the tokenizer adds have no width."""
+        async with self._long_texts:
+            return await asyncio.to_thread(self._offsets_in, text)
+
+    def _offsets_in(self, text: str) -> list[int]:
+        (found,) = self._tokenizer("prompt").encode_batch([text])
+        offsets, at = [], 0
+        for (start, end), is_added in zip(found.offsets, found.special_tokens_mask, strict=True):
+            # A token may begin after the space that belongs to it.
+            begin = min(start, at + len(text[at:start].rstrip()))
+            offsets.append(at if is_added else begin)
+            at = max(at, end)
         return offsets
 
     def _tokenizer(self, about: str) -> Any:

@@ -7,7 +7,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from tokenizers import Tokenizer
+from tokenizers import AddedToken, Tokenizer
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 import kvgraph
@@ -211,6 +211,42 @@ def test_tokens_with_names_and_tokens_of_an_older_file(name: str, tmp_path: Path
     theirs = PreTrainedTokenizerFast.from_pretrained(folder)
     for text in ("an image_token", "<img>import", "<x>", "<x><img>"):
         assert tokenizer.encode(text).ids == theirs(text)["input_ids"]
+
+
+NEW = {"__type": "AddedToken"}
+"""transformers' form of one with flags."""
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"eos_token": "<e>"},
+        {"eos_token": {**NEW, "content": "<e>", "rstrip": True}},
+        {"added_tokens_decoder": {"2048": {"content": "<e>", "special": True}}},
+        {"added_tokens_decoder": {"2048": {"content": "<e>", "rstrip": True, "lstrip": True}}},
+        {
+            "added_tokens_decoder": {"2048": {"content": "<e>", "rstrip": True}},
+            "eos_token": "<e>",
+        },
+        {"added_tokens_decoder": {"0": {"content": "<s>", "normalized": False}}},
+        {"added_tokens_decoder": {}, "mask_token": {**NEW, "content": "<e>", "lstrip": True}},
+        {"added_tokens_decoder": {}, "extra_special_tokens": ["<e>"]},
+    ],
+)
+def test_settings_say_the_flags_of_known_tokens(fields: dict[str, object], tmp_path: Path) -> None:
+    """As in transformers, which leaves a token that has a role, and no entry, as it is."""
+    folder = settings(tmp_path, **fields)
+    known = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    known.add_tokens([AddedToken("<e>", normalized=False)])
+    known.save(str(folder / "tokenizer.json"))
+    found = text_files(folder, 2100)["tokenizer.json"]
+    text = found.decode() if isinstance(found, bytes) else found.read_text()
+    tokenizer = Tokenizer.from_str(text)
+    theirs = PreTrainedTokenizerFast.from_pretrained(folder)
+    for text in ("the <e> import <s> of", "<e>import <s>"):
+        ids = tokenizer.encode(text).ids
+        assert ids == theirs(text)["input_ids"]
+        assert tokenizer.decode(ids) == theirs.decode(ids, skip_special_tokens=True)
 
 
 def test_a_token_without_a_row_stays_text(tmp_path: Path) -> None:

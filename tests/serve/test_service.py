@@ -10,7 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
 from kvgraph.contract.tokenizer import LONG_TEXT, most_characters
 from kvgraph.runtime.logprobs import Logprob, TokenLogprobs
@@ -18,11 +18,13 @@ from kvgraph.runtime.sampling import Token
 from kvgraph.runtime.sampling_params import SamplingParams
 from kvgraph.serve.answers import DONE, MANY
 from kvgraph.serve.chats import answer_chat, chat_events
-from kvgraph.serve.completions import _tokenized, answer_completion, completion_events
+from kvgraph.serve.completions import _echo, _tokenized, answer_completion, completion_events
 from kvgraph.serve.errors import ServeError
 from kvgraph.serve.generation import Choice
-from kvgraph.serve.jobs import Job
+from kvgraph.serve.jobs import Echo, Job
 from kvgraph.serve.service import MOST_LONG_TEXTS, Served
+
+LETTERS = pre_tokenizers.ByteLevel.alphabet()
 
 
 class Tokenizing:
@@ -142,6 +144,45 @@ def tokenizer(splits: Any, normalizer: Any = None, **model: Any) -> Tokenizer:
     made = Tokenizer(models.BPE({"a": 0, "b": 1, "aab": 2}, [], **model))
     made.pre_tokenizer, made.normalizer = splits, normalizer
     return made
+
+
+@pytest.mark.parametrize(
+    ("splits", "normalizer", "text", "offsets"),
+    [
+        (pre_tokenizers.ByteLevel(add_prefix_space=True), None, "ab  b", [0, 0, 0, 1, 2, 3, 4]),
+        (pre_tokenizers.ByteLevel(add_prefix_space=False), None, "<s>a\xe9b", [0, 0, 3, 4, 4, 5]),
+        (
+            pre_tokenizers.ByteLevel(add_prefix_space=False),
+            normalizers.NFC(),
+            "e\u0301b a",
+            [0, 0, 0, 2, 3, 4],
+        ),
+        (pre_tokenizers.ByteLevel(add_prefix_space=False), normalizers.Strip(), " ab", [0, 0, 2]),
+    ],
+)
+def test_offsets_are_of_the_text_that_is_given(
+    splits: Any, normalizer: Any, text: str, offsets: list[int]
+) -> None:
+    """Whatever the tokenizer puts in front, joins or drops; a space belongs to the token behind."""
+    made = Tokenizer(models.BPE({letter: i for i, letter in enumerate(LETTERS)}, []))
+    made.pre_tokenizer, made.normalizer, made.decoder = splits, normalizer, decoders.ByteLevel()
+    made.add_special_tokens(["<s>"])
+    begins = [("<s>", made.token_to_id("<s>"))]
+    made.post_processor = processors.Sequence(
+        [
+            processors.ByteLevel(trim_offsets=True),
+            processors.TemplateProcessing(single="<s> $A", special_tokens=begins),
+        ]
+    )
+    given: Any = SimpleNamespace(
+        _text=SimpleNamespace(tokenizer=made), tokenize=lambda text, **_: made.encode(text).ids
+    )
+
+    async def main() -> Echo:
+        one = served(given)
+        return await _echo(one, text, await one.tokenize(text), offsets=True)
+
+    assert asyncio.run(main()) == Echo(text, offsets)
 
 
 def test_how_much_text_a_token_stands_for() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
@@ -170,28 +170,34 @@ def _old_template(path: Path) -> str | None:
 
 
 def whole_tokenizer(path: Path, vocab_size: int) -> Path | bytes:
-    """The tokenizer's `path` or, if tokenizer_config.json in its folder adds tokens, new content.
+    """The tokenizer's `path`, or new content if tokenizer_config.json in its folder adds tokens or
+    gives known tokens other flags.
 
     Tokens are added in the order of transformers 5. A token for which the model's table has no row
     is left out, so its text is tokenized as plain text. ModelError for a damaged file.
     """
     tokenizer = read_tokenizer(path, ModelError)
-    known = {token.content for token in tokenizer.get_added_tokens_decoder().values()}
-    count = len(known)
-    for token in _added(path.with_name(SETTINGS)):
+    before = tokenizer.to_str()
+    known = tokenizer.get_added_tokens_decoder().values()
+    special = {token.content for token in known if token.special}
+    for token in _added(path.with_name(SETTINGS), known):
         is_new = tokenizer.token_to_id(token.content) is None
         if is_new and tokenizer.get_vocab_size() >= vocab_size:
             continue
-        if token.content not in known:
-            (tokenizer.add_special_tokens if token.special else tokenizer.add_tokens)([token])
-            known.add(token.content)
-    return tokenizer.to_str().encode() if len(known) > count else path
+        if token.special or token.content in special:  # which it stays
+            special.add(token.content)
+            tokenizer.add_special_tokens([token])
+        else:
+            tokenizer.add_tokens([token])
+    after = tokenizer.to_str()
+    return path if after == before else after.encode()
 
 
-def _added(path: Path) -> list[AddedToken]:
-    """Tokens that a tokenizer_config.json adds: tokens with ids, then with roles, then the others.
+def _added(path: Path, known: Collection[AddedToken]) -> list[AddedToken]:
+    """Tokens that a tokenizer_config.json names: tokens with ids, then with roles, then the others.
 
-    Older files have no ids; two more files in the folder are then read.
+    Older files have no ids; two more files in the folder are then read, and tokens that are `known`
+    keep their flags.
     """
     from tokenizers import AddedToken
 
@@ -210,32 +216,41 @@ def _added(path: Path) -> list[AddedToken]:
     try:
         named = [config.get(f"{role}_token") for role in ROLES]
         others = config.get(OTHERS) or ()
-        named += others.values() if isinstance(others, dict) else others
-        spelled = {_as_token(each)["content"] for each in named if each is not None}
-        if not others or isinstance(others, dict):
-            named += config.get(OTHERS_BEFORE) or ()
-        special = [
-            {"special": True, "normalized": False} | _as_token(each)
-            for each in named
-            if each is not None
-        ]
+        if isinstance(others, dict):
+            named += others.values()
+            others = ()
+        spelled = {each["content"] for each in _as_tokens([*named, *others])}
+        others = others or config.get(OTHERS_BEFORE) or ()
         decoder = config.get("added_tokens_decoder") or {}
         if is_old and (older := path.with_name(ADDED_TOKENS)).is_file():
             for content, place in _read_object(older).items():
                 flags = {"special": content in spelled, "normalized": content not in spelled}
                 decoder[place] = {"content": content, **flags}
+        flags_of: dict[str, JsonObject] = {each["content"]: each for each in decoder.values()}
+        kept = {each.content: {k: getattr(each, k) for k in FLAGS} for each in known}
+        if is_old:
+            flags_of |= kept
+        unsaid, always = {"special": True, "normalized": False}, {"special": True}
         by_place = sorted(decoder.items(), key=lambda pair: int(pair[0]))
-        given = [*[each for _, each in by_place], *special]
+        given: list[tuple[JsonObject, JsonObject]] = [(each, {}) for _, each in by_place]
+        given += [(unsaid | each, always) for each in _as_tokens(named)]
+        given += [(unsaid | each, {}) for each in _as_tokens(others)]
+        tokens = [each | flags_of.get(each["content"], {}) | more for each, more in given]
         return [
             AddedToken(str(each["content"]), **{k: bool(each[k]) for k in FLAGS if k in each})
-            for each in given
+            for each in tokens
+            if each["content"] in flags_of or each["content"] not in kept
         ]
     except (ValueError, TypeError, AttributeError, KeyError) as error:
         raise ModelError(f"{path}: expected settings of a tokenizer, got {error!r}") from error
 
 
-def _as_token(given: object) -> JsonObject:
-    return dict(given) if isinstance(given, dict) else {"content": given}
+def _as_tokens(given: Iterable[object]) -> list[JsonObject]:
+    return [
+        dict(each) if isinstance(each, dict) else {"content": each}
+        for each in given
+        if each is not None
+    ]
 
 
 def generation_notes(folder: Path) -> tuple[str, ...]:
