@@ -158,9 +158,9 @@ class ForcedText(partial[list[int]]):
     """A vocabulary for llguidance that encodes the text which a grammar forces, unchanged.
 
     A tokenizer may change a text before it encodes it: by a Unicode normal form, a space in front,
-    or added tokens, which are not text to a grammar. So this calls the encoder of a plain tokenizer.
-    It is a partial of a native function, because llguidance calls it during its own work: an
-    interrupt in Python code there would be lost, and end the request.
+    or added tokens, which are not text to a grammar. So this calls a plain tokenizer's encoder. It
+    is a partial of a native function, because llguidance calls it during its own work: an interrupt
+    in Python code there would be lost, and end the request.
     """
 
     is_tokenizer_wrapper = True
