@@ -157,7 +157,7 @@ class Talk:
         """Sampling with at most the tokens that fit; the engine refuses a prompt without room."""
         if self.longest is None:
             return self.sampling
-        return self.sampling._within(self.longest - len(prompt))
+        return self.sampling.clamped_to(self.longest - len(prompt))
 
 
 def _typed() -> Iterator[str]:

@@ -261,6 +261,11 @@ class PagedKVCacheManager(PagedQueries, NotCopyable):
         replica = at_replica(self._replicas, replica_idx, "committed_digests")
         return list(replica.followed.pool.index)
 
+    def drop_queued_pages(self) -> None:
+        """Drop pages that are queued for tiers, so that `close` does not wait for them."""
+        if self._tiers is not None:
+            self._tiers.connector.drop_queued()
+
     def rebuild(self) -> None:
         if self._tiers is not None:
             self._tiers.connector.drain()

@@ -32,6 +32,8 @@ from kvgraph.runtime.sampling_params import SamplingParams, require_single
 from kvgraph.runtime.text import Completion, TextCodec
 
 if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
     from kvgraph.runtime.templates import Jinja
 
 Messages: TypeAlias = Sequence[Mapping[str, Any]]
@@ -71,6 +73,11 @@ class Prompts:
         self._text = TextCodec(folder)
         self._templates = ChatTemplates(folder)
         self._folder = folder
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        """The tokenizer of the `tokenizers` package; None if the artifact has none."""
+        return self._text.tokenizer
 
     def default_sampling_params(self) -> SamplingParams:
         """Sampling parameters of the model's generation_config.json, else greedy sampling.
@@ -116,7 +123,11 @@ class Prompts:
         RequestError: an invalid message, or a template that rejects the messages or fails on them.
         ArtifactError: no template, or a damaged one.
         """
-        return self._text.tokenize(self._templates.render(messages, **fields), special_tokens=False)
+        return self._text.tokenize(self.render_chat(messages, **fields), special_tokens=False)
+
+    def render_chat(self, messages: Messages, **fields: Unpack[ChatFields]) -> str:
+        """The text of a chat; keywords and errors are those of `apply_chat_template`."""
+        return self._templates.render(messages, **fields)
 
 
 class Chats(Prompts, ABC):

@@ -189,7 +189,7 @@ class SamplingParams(metaclass=ByEitherName):
             object.__setattr__(made, name, value)
         return made
 
-    def _within(self, room: int) -> SamplingParams:
+    def clamped_to(self, room: int) -> SamplingParams:
         """A copy with at most `room` new tokens; `self` if it asks for fewer, or if `room` < 1."""
         return self._with(max_new_tokens=room) if 0 < room < self.max_new_tokens else self
 

@@ -94,7 +94,7 @@ async def _rendered(
     of more than `most` tokens is refused before it is tokenized."""
 
     def render() -> tuple[str, list[int]]:
-        text = served.prompts._templates.render(
+        text = served.prompts.render_chat(
             given.messages,
             tools=given.tools if tools else None,
             add_generation_prompt=given.add_generation_prompt,

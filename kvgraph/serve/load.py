@@ -120,7 +120,7 @@ class Admission:
 
     def fitting(self, params: SamplingParams, prompt: Sequence[int]) -> SamplingParams:
         """`params` with `max_new_tokens` cut to what fits after `prompt`, which itself fits."""
-        return params._within(self._facts.longest - len(prompt))
+        return params.clamped_to(self._facts.longest - len(prompt))
 
     def retry_after(self, count: int, tokens: int) -> int:
         """Whole seconds until the request may fit, by the rates of prefill and ended requests."""

@@ -137,7 +137,7 @@ class Served:
         return offsets
 
     def _tokenizer(self, about: str) -> Any:
-        if (tokenizer := self.prompts._text.tokenizer) is None:
+        if (tokenizer := self.prompts.tokenizer) is None:
             sentence = f"{about}: expected an artifact with a tokenizer, got none"
             raise ServeError(400, sentence, param=about)
         return tokenizer
@@ -176,7 +176,7 @@ class Service(ABC):
         """Set `served`: from now on requests are served."""
         metrics = Metrics(self.options.metrics_prefix, self.name, facts, lambda: load().stats)
         admission = Admission(facts, self.options, load)
-        tokenizer = prompts._text.tokenizer
+        tokenizer = prompts.tokenizer
         spell = Spelling(_decoder(prompts), byte_pieces(tokenizer))
         most = None if tokenizer is None else most_characters(tokenizer)
         sampling = prompts.suggested_fields() if self.options.uses_generation_config else {}
@@ -239,12 +239,12 @@ class EngineService(Service):
     def hurry(self) -> None:
         """Drop pages that are queued for tiers."""
         kv = None if self.engine is None else self.engine.engine.kv
-        if isinstance(kv, PagedKVCacheManager) and kv._tiers is not None:
-            kv._tiers.connector.drop_queued()
+        if isinstance(kv, PagedKVCacheManager):
+            kv.drop_queued_pages()
 
 
 def _decoder(prompts: Prompts) -> Callable[[list[int]], str]:
-    tokenizer: Any = prompts._text.tokenizer
+    tokenizer: Any = prompts.tokenizer
     if tokenizer is None:
         return lambda tokens: "".join([f"token_id:{token}" for token in tokens])
     return lambda tokens: tokenizer.decode(tokens, skip_special_tokens=False)

@@ -44,7 +44,7 @@ def spelling(folder: Path, words: list[str], decoder: decoders.Decoder) -> Spell
     tokenizer.add_special_tokens([AddedToken("<s>", special=True)])
     tokenizer.save(str(folder / "tokenizer.json"))
     prompts = Prompts(folder)
-    return Spelling(_decoder(prompts), byte_pieces(prompts._text.tokenizer))
+    return Spelling(_decoder(prompts), byte_pieces(prompts.tokenizer))
 
 
 @pytest.mark.parametrize("decoder", [LLAMA_2, decoders.Metaspace(SPACE)])

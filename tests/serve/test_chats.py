@@ -207,9 +207,7 @@ def rendered(given: ChatRequest) -> dict[str, Any]:
         seen.update(fields)
         return ""
 
-    prompts = SimpleNamespace(
-        _templates=SimpleNamespace(render=render), tokenize=lambda text, special_tokens: []
-    )
+    prompts = SimpleNamespace(render_chat=render, tokenize=lambda text, special_tokens: [])
     served: Any = SimpleNamespace(prompts=prompts)
     asyncio.run(chats._rendered(served, given, Tools(given)))
     return seen

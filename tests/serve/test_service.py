@@ -174,9 +174,7 @@ def test_offsets_are_of_the_text_that_is_given(
             processors.TemplateProcessing(single="<s> $A", special_tokens=begins),
         ]
     )
-    given: Any = SimpleNamespace(
-        _text=SimpleNamespace(tokenizer=made), tokenize=lambda text, **_: made.encode(text).ids
-    )
+    given: Any = SimpleNamespace(tokenizer=made, tokenize=lambda text, **_: made.encode(text).ids)
 
     async def main() -> Echo:
         one = served(given)
