@@ -59,7 +59,7 @@ def call(
 
     An output that aliases an input may be None. Missing attributes have their defaults. Writes the
     outputs and the inputs that the op mutates. KernelError has the kernel's message; then nothing
-    was written.
+    was written, unless memory ran out.
     """
     library().call(spec, operands, attributes)
 

@@ -31,6 +31,9 @@ struct Experts {
   int64_t rows, width, inner, active, count;
 };
 
+// Up to so many numbers of a token's experts, sizes made of them fit 64 bits.
+constexpr int64_t kMostSlots = int64_t{1} << 48;
+
 // Memory of one call, which the calling thread keeps for its next call.
 struct Kept {
   std::vector<int64_t> first;  // [count + 1]: first slot of each expert, then the end
@@ -55,6 +58,10 @@ Experts read(const Operands& in) {
   if (op.inner > kMostInputs)
     refuse("experts: inner_features: expected at most %lld, got %lld", ll{kMostInputs},
            ll{op.inner});
+  const int64_t most = kMostSlots / std::max(op.width, op.inner);
+  if (op.active > most)
+    refuse("experts: indices: dim num_active: expected at most %lld, got %lld", ll{most},
+           ll{op.active});
   op.up = read_packed(in, KVG_EXPERTS_UP, KVG_EXPERTS_UP_SCALES, form, op.width, "inputs of x");
   op.down = read_packed(in, KVG_EXPERTS_DOWN, KVG_EXPERTS_DOWN_SCALES, form, op.inner,
                         "inner_features");

@@ -270,7 +270,9 @@ void check(const kvg_draw& draw, size_t row, int64_t vocab) {
   expect(draw.uniform >= 0 && draw.uniform < 1, "uniform", "in [0, 1)", draw.uniform);
   expect(draw.top_k >= 0, "top_k", ">= 0", static_cast<double>(draw.top_k));
   expect(draw.min_p >= 0 && draw.min_p <= 1, "min_p", "in [0, 1]", draw.min_p);
-  if (draw.edits) kvg::check(*draw.edits, row, vocab);
+  if (!draw.edits) return;
+  kvg::require_data("sample", "edits", draw.edits, 1);
+  kvg::check(*draw.edits, row, vocab);
 }
 
 }  // namespace

@@ -18,7 +18,8 @@ constexpr int64_t kBits = 32;           // bits of a word of the mask
 
 template <class T>
 void check_data(const char* field, const T* pointer, int64_t count, size_t row) {
-  if (count <= 0) return;
+  const bool is_aligned = reinterpret_cast<uintptr_t>(pointer) % alignof(T) == 0;
+  if (count <= 0 || (pointer && is_aligned)) return;
   const std::string where = "row " + std::to_string(row) + ": " + field;
   require_data("sample", where.c_str(), pointer, static_cast<size_t>(count));
 }
@@ -46,6 +47,7 @@ void check(const kvg_edits& edits, size_t row, int64_t vocab) {
   if (edits.mask && edits.num_words < words)
     refuse("sample: row %zu: num_words: expected at least %lld, got %lld", row,
            static_cast<long long>(words), static_cast<long long>(edits.num_words));
+  if (edits.mask) check_data("mask", edits.mask, words, row);
   check_ids("banned", edits.banned, edits.num_banned, row, vocab);
   check_ids("biased", edits.biased, edits.num_biased, row, vocab);
   check_data("bias", edits.bias, edits.num_biased, row);
@@ -97,8 +99,8 @@ void Editor::copy_allowed(const float* logits, int64_t vocab, const uint32_t* ma
 // Counts tokens again in each step, so that an interrupted step has nothing to undo; 4,096 tokens
 // take a few microseconds. Penalties are computed in float64 and rounded once.
 void Editor::punish(const kvg_edits& edits) {
-  seen_.reserve(static_cast<size_t>(edits.num_tokens));  // from here on no memory is asked for
   counts_.resize(std::max(counts_.size(), row_.size()));
+  seen_.reserve(static_cast<size_t>(edits.num_tokens));  // nothing below allocates
   seen_.clear();
   const auto see = [&](int64_t begin, int64_t end, int32_t step) {
     for (int64_t i = begin; i < end; ++i) {

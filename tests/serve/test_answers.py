@@ -60,7 +60,7 @@ def test_the_space_of_a_token_is_a_part_of_it(decoder: decoders.Decoder, tmp_pat
 
 def test_log_probabilities_are_of_the_text_behind_a_prompt(tmp_path: Path) -> None:
     spell = spelling(tmp_path, WORDS, LLAMA_2)
-    stream = TextStream(Prompts(tmp_path)._text.tokenizer, 0)
+    stream = TextStream(Prompts(tmp_path).tokenizer, 0)
     stream.begin()
     ids = [_THE, _CAT, THE]
     prompt = stream.step(_CAT)

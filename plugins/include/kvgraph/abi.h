@@ -97,7 +97,7 @@ KVG_EXPORT int32_t kvg_cpu_route(const kvg_call* call, char* message, size_t mes
 //
 //   KVG_CODES_INTEGERS  4 bits  (-8 to 7 + group_bytes [panels, G, 16]) * scales [panels, G, 16];
 //                               group_bytes may be left out
-//   KVG_CODES_E2M1      4 bits  E2M1 * 2^(group_bytes [panels, G, 16] - 127); no scales
+//   KVG_CODES_E2M1      4 bits  E2M1 * 2^(group_bytes [panels, G, 16] - 127), of bytes 1 to 254; no scales
 //   KVG_CODES_E4M3      8 bits  E4M3 * scales [panels, G, 16]; no group_bytes
 //   KVG_CODES_INT8      8 bits  -128 to 127 * scales [panels, G, 16]; no group_bytes
 //   KVG_CODES_NVFP4     4 bits  E2M1 * E4M3 of group_bytes [panels, G, 16] * scales [panels, 1, 16]
@@ -136,7 +136,7 @@ KVG_EXPORT uint64_t kvg_cpu_group_bytes(int32_t size);  // 0: no group has that 
 // Sets the group of the calling thread; NULL: none. It must stay valid until the thread leaves it.
 KVG_EXPORT void kvg_cpu_enter_group(kvg_group* group);
 // Makes the collectives of all ranks fail from now on; their refusals name this rank. Here and
-// below, NULL and a group without memory are ignored.
+// below, NULL and a group that is not whole (memory, rank, size) are ignored.
 KVG_EXPORT void kvg_cpu_abort_group(kvg_group* group);
 
 // KVG_RANK_CUT_OFF: `gather` failed on the rank or took too long, while all others seem to run.

@@ -107,8 +107,8 @@ typedef struct kvg_tiling {
 } kvg_tiling;
 
 // Sizes of a step that the host knows. max_new and max_context are upper bounds of the lengths on
-// the device, each alone. Refused: numbers below 0 or above int32, except max_context up to 2^48; a
-// batch above 2^30.
+// the device, each alone. Refused: numbers below 0, and batch_size, max_new and max_context below 1;
+// numbers above int32, except max_context up to 2^48; a batch above 2^30.
 typedef struct kvg_sizes {
   int64_t batch_size, total_seq_len, max_new, max_context, table_width;
   int64_t max_positions;  // positions of cos_sin, which no context may exceed; 0: not checked
