@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 Extent: TypeAlias = "int | torch.SymInt"
 """An int, or a framework's symbol for an int that is not known yet."""
 
-ModelSizes = tuple[str, tuple[Extent, ...]] | None
+OperandType = tuple[str, tuple[Extent, ...]] | None
 """(dtype name, shape) of an operand; None if it is left out."""
 
 Differ = Callable[[Extent, Extent], bool]
@@ -27,7 +27,7 @@ Differ = Callable[[Extent, Extent], bool]
 
 def check(
     spec: OpSpec,
-    operands: Sequence[ModelSizes],
+    operands: Sequence[OperandType],
     attributes: Mapping[str, float],
     *,
     differ: Differ = operator.ne,
@@ -53,7 +53,7 @@ class _Call:
         self._variables: dict[str, tuple[str, str]] = {}
         self._dims: dict[str, tuple[str, Extent]] = {}
 
-    def bind(self, operand: Operand, given: ModelSizes) -> None:
+    def bind(self, operand: Operand, given: OperandType) -> None:
         self._dtypes[operand.name] = given[0] if given else None
         if given is None:
             if not operand.optional and operand.alias is None:

@@ -16,7 +16,7 @@ from kvgraph.contract.dtypes import ALL
 from kvgraph.errors import KernelError
 from kvgraph.ops import native
 from kvgraph.ops._update_and_attend import UPDATE_AND_ATTEND
-from kvgraph.ops.check import ModelSizes, check
+from kvgraph.ops.check import OperandType, check
 from kvgraph.ops.signatures import docstring, signature_of
 from kvgraph.ops.spec import OPSET_DOMAIN, OpSpec
 from kvgraph.ops.specs import ALL_SPECS
@@ -170,7 +170,7 @@ def check_call(spec: OpSpec, given: Mapping[str, Any]) -> list[torch.Tensor]:
     return results
 
 
-def _described(tensor: torch.Tensor | None) -> ModelSizes:
+def _described(tensor: torch.Tensor | None) -> OperandType:
     return None if tensor is None else (_dtype(tensor), tuple(tensor.shape))
 
 

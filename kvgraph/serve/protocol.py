@@ -257,10 +257,8 @@ HINTS = {
 def decoded(body: bytes, kind: type[Body]) -> Body:
     """Decode a body as `kind`; ServeError names the field of a wrong type."""
     try:
-        return msgspec.json.decode(body, type=kind)
+        return _decode(body, kind)
     except msgspec.ValidationError as error:
-        if AS_FLOAT in str(error) and (whole := _with_integers(body)) != body:
-            return decoded(whole, kind)
         field = _field(str(error))
         hint = HINTS.get(field or "", "")
         raise ServeError(400, f"body: {error}{hint}", param=field) from error
@@ -268,6 +266,15 @@ def decoded(body: bytes, kind: type[Body]) -> Body:
         raise ServeError(400, f"body: {_why_not_json(body, str(error))}") from error
     except RecursionError as error:
         raise ServeError(400, "body: expected JSON that nests less deeply") from error
+
+
+def _decode(body: bytes, kind: type[Body]) -> Body:
+    try:
+        return msgspec.json.decode(body, type=kind)
+    except msgspec.ValidationError as error:
+        if AS_FLOAT in str(error) and (whole := _with_integers(body)) != body:
+            return msgspec.json.decode(whole, type=kind)
+        raise
 
 
 AS_FLOAT = "got `float` - at `$."

@@ -28,7 +28,7 @@ from kvgraph.serve.latency import free_heap, is_making, share_python
 from kvgraph.serve.log import LinesOfOthers, write_line
 from kvgraph.serve.options import ServeOptions
 from kvgraph.serve.service import EngineService, Service
-from kvgraph.serve.unix_socket import listen_at
+from kvgraph.serve.unix_socket import listen_at, place_of
 
 CLOSING_SECONDS = 5
 """Time for connections that are open after the last request has ended."""
@@ -113,6 +113,7 @@ class _Server(uvicorn.Server):
     def __init__(self, config: uvicorn.Config, service: Service, uds: Path | None = None) -> None:
         super().__init__(config)
         self._uds = uds
+        self._place = None if uds is None else place_of(uds)
         self._service = service
         self._service.after_failure = self._fail
         self._failure: BaseException | None = None
@@ -133,7 +134,7 @@ class _Server(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """uvicorn's, which closes what listens: from then on the path may be another process's."""
-        if self._uds is not None:
+        if self._uds is not None and place_of(self._uds) == self._place:
             with suppress(OSError):
                 self._uds.unlink()
         await super().shutdown(sockets)

@@ -123,6 +123,8 @@ class Served:
     async def offsets_in(self, text: str) -> list[int]:
         """Start of each token of a prompt in its `text` as given, in characters. The tokens may
         spell it differently. Tokens that the tokenizer adds have no width."""
+        if len(text) <= LONG_TEXT:
+            return await asyncio.to_thread(self._offsets_in, text)
         async with self._long_texts:
             return await asyncio.to_thread(self._offsets_in, text)
 

@@ -27,6 +27,15 @@ def listen_at(path: Path, backlog: int) -> socket.socket:
     return made
 
 
+def place_of(path: Path) -> tuple[int, int] | None:
+    """Device and inode of the file at `path`: another file has others. None without a file."""
+    try:
+        found = path.lstat()
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino
+
+
 def answers_at(path: str | Path) -> bool:
     """Whether a process listens there."""
     with socket.socket(socket.AF_UNIX) as probe, suppress(OSError):

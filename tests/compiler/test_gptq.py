@@ -122,7 +122,8 @@ def test_auto_round(form: str, packing: str, plain: Callable[[str], Path], tmp_p
     """Its own checkpoints have the layout of another method, without an index."""
     folder = quantized.make(form, plain("llama"), tmp_path / form, tmp_path / "meant")
     change(folder, lambda t: [t.pop(name) for name in list(t) if name.endswith(".g_idx")])
-    own = {"packing_format": f"auto_round:{packing}", "bits": 4, "group_size": 32, "sym": False}
+    own = {"packing_format": f"auto_round:{packing}", "bits": 4, "group_size": 128, "sym": False}
+    own["extra_config"] = {".*": {"group_size": 32}}
     configure(folder, {"quant_method": "auto-round", "data_type": "int", **own})
     found, expected = state(folder), state(tmp_path / "meant")
     assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
@@ -140,7 +141,7 @@ def test_layers_of_auto_round_with_other_bits(mixed: tuple[Path, Path]) -> None:
     config = read_config(folder)
     assert stored_forms(config).linears.bits == 8
     is_plain = left_plain(config, {})
-    assert [is_plain(name) for name in (DOWN, LAYER)] == [True, False]
+    assert [is_plain(name) for name in (DOWN, LAYER, f"{DOWN}_2")] == [True, False, False]
     configure(folder, {"quant_method": "auto-round", "extra_config": [], **own})
     with pytest.raises(ModelError, match="extra_config: expected an object"):
         state(folder)

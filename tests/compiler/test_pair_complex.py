@@ -128,3 +128,17 @@ def test_a_refusal_names_what_has_no_rule(tmp_path: Path) -> None:
         compile_module(Squared(), tmp_path / "out")
     expected = "; of complex numbers: pow_1: expected an operator on pairs, got aten.pow.Tensor_Sc"
     assert expected in str(refused.value)
+
+
+def test_a_complex_number_without_dims_has_no_rule() -> None:
+    class Single(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("one", torch.tensor(1 + 2j))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            one: Any = self.one
+            return x + torch.view_as_real(one.flatten())
+
+    report = pair_complex(export(Single(), (torch.ones(1, 2),)))
+    assert any("expected a tensor with dims" in why for why in report.unmatched), report.unmatched

@@ -253,7 +253,7 @@ def test_cancel(roomy: Engine) -> None:
     roomy.submit(PROMPTS[0], greedy(1), request_id="done")
     roomy.step()
     for name in ("waiting", "running", "done", "nobody"):
-        with pytest.raises(RequestError, match=f"cancel of '{name}': expected a submitted"):
+        with pytest.raises(RequestError, match=f"cancel of '{name}': expected an open"):
             roomy.cancel(name)
     assert_empty(roomy)
 

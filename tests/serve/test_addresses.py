@@ -50,6 +50,15 @@ def test_a_unix_socket(artifact: Path, tmp_path: Path) -> None:
     assert '"path":"/v1/completions","status":200' in server.log()
 
 
+def test_a_later_socket_at_the_path_stays(artifact: Path, tmp_path: Path) -> None:
+    path = tmp_path / "socket"
+    with serving(tmp_path / "log", artifact, "--threads", 1, "--uds", path):
+        path.unlink()
+        later = listen_at(path, BACKLOG)
+    with later:
+        assert answers_at(path)
+
+
 def test_a_unix_socket_that_was_left_behind(tmp_path: Path) -> None:
     path = tmp_path / "socket"
     listen_at(path, BACKLOG).close()

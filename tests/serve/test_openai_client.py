@@ -137,7 +137,7 @@ def test_every_field_is_one_of_the_clients(
     body |= {"stream": True, "stream_options": {"include_usage": True}}
     with server.client.stream("POST", f"/v1/{path}", json=body) as stream:
         data = [line[6:] for line in stream.iter_lines() if line.startswith("data: {")]
-    assert len(data) > 2
+    assert len(data) > 1  # tokens of a slow reader come in one frame
     for frame in map(json.loads, data):
         if path == "completions":  # OpenAI's have null before the last, which its type has not
             frame["choices"] = [{"finish_reason": "stop"} | _given(c) for c in frame["choices"]]

@@ -208,7 +208,7 @@ def _unified(given: Config) -> Config:
     dynamic: dict[str, object] = {}
     for name, rule in others.items() if isinstance(others, dict) else ():
         is_plain = isinstance(rule, dict) and rule.get("bits") == PLAIN_BITS
-        dynamic |= {f"-:{name}": {}} if is_plain else {f"+:{name}": rule}
+        dynamic |= {f"-:(?:{name})$": {}} if is_plain else {f"+:(?:{name})$": rule}
     return {**given, "quant_method": layout, "dynamic": dynamic}
 
 

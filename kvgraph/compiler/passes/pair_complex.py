@@ -119,6 +119,7 @@ class _Pairs:
             left_out = node.target._schema.arguments[1 + len(rest) : 1 + dims]
             rest = [*rest, *(each.default_value for each in left_out)]
             expect(all(isinstance(dim, int) for dim in rest[:dims]), "expected dims by number")
+            expect(value(cast(Node, node.args[0])).dim() > 0, "expected a tensor with dims")
             at = [dim if dim >= 0 else dim - 1 for dim in cast(Sequence[int], rest[:dims])]
             rest = [*at, *rest[dims:]]
         elif packet not in MOVES:

@@ -15,7 +15,7 @@ import torch
 
 from kvgraph.compiler.frontends.folder import Config
 from kvgraph.compiler.quantized.integers import Integers
-from kvgraph.compiler.quantized.parts import Parts, read_finite, unpack
+from kvgraph.compiler.quantized.parts import Parts, read_finite, sizes_of_rules, unpack
 from kvgraph.compiler.values import Plain, Rows, Values
 
 BITS = 4
@@ -33,6 +33,7 @@ def weights(parts: Parts, config: Config) -> dict[str, Values]:
         raise parts.refuse("version", "'gemm'", repr(form))
     size = config.get("group_size", config.get("q_group_size"))
     sizes = [size] if isinstance(size, int) and size > 0 else []  # -1: whole rows
+    sizes += sizes_of_rules(config)
     found: dict[str, Values] = {
         f"{stem}.weight": _weight(parts, stem, sizes) for stem in parts.stems(".qweight")
     }

@@ -17,7 +17,7 @@ import torch
 
 from kvgraph.compiler.frontends.folder import Config
 from kvgraph.compiler.quantized.integers import Integers
-from kvgraph.compiler.quantized.parts import Parts, read_finite, unpack
+from kvgraph.compiler.quantized.parts import Parts, read_finite, sizes_of_rules, unpack
 from kvgraph.compiler.values import Plain, Rows, Values
 
 BITS = (2, 4, 8)
@@ -36,9 +36,7 @@ def weights(parts: Parts, config: Config) -> dict[str, Values]:
         if config.get(name):
             raise parts.refuse(name, "none", repr(config[name]))
     size = config.get("group_size")
-    rules = [rule for rule in (config.get("dynamic") or {}).values() if isinstance(rule, dict)]
-    own = [rule.get("group_size") for rule in rules]
-    sizes = [size, *(each for each in own if isinstance(each, int) and each > 0)]  # -1: whole rows
+    sizes = [size, *sizes_of_rules(config)]
     found: dict[str, Values] = {}
     for stem in list(parts.stems(".qweight")):
         found[f"{stem}.weight"] = weight = _weight(parts, stem, bits, LESS[form])

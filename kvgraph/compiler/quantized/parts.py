@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from kvgraph.compiler.checkpoint_files import StoredTensor
+from kvgraph.compiler.frontends.folder import Config
 from kvgraph.compiler.values import Plain
 from kvgraph.errors import ModelError, UnsupportedError
 
@@ -27,6 +28,13 @@ LEFT = (
 and of a cache, which has its own dtype."""
 
 INSTEAD = "compile the checkpoint that it was made from, with --weights int4 or int8"
+
+
+def sizes_of_rules(config: Config) -> list[int]:
+    """Group sizes that the rules of `dynamic` give to some layers; -1, whole rows, is left out."""
+    rules = [rule for rule in (config.get("dynamic") or {}).values() if isinstance(rule, dict)]
+    sizes = [rule.get("group_size") for rule in rules]
+    return [size for size in sizes if isinstance(size, int) and size > 0]
 
 
 @dataclass

@@ -118,7 +118,7 @@ def test_the_address_is_kept_on_a_ray_of_its_own(
     monkeypatch.setenv("RAY_ADDRESS", address)
     kept: list[bool] = []
 
-    def start(host: str, port: int) -> None:
+    def start(host: str, port: int, keep_alive_seconds: int) -> None:
         try:
             listen(host, port).close()
         except OSError:

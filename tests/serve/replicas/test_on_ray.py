@@ -283,7 +283,7 @@ def test_a_proxy_that_does_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(application.serve, "start", late)
     with pytest.raises(RequestError, match=r"Ray Serve to start within 60 s, got GetTimeoutError"):
-        application._start_serve("127.0.0.1", 0)
+        application._start_serve("127.0.0.1", 0, 75)
 
 
 @pytest.mark.parametrize(
