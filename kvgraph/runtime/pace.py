@@ -26,6 +26,13 @@ ROWS = 16.0
 MANY = 1024
 """Prompt tokens assumed to take at least one fastest step, so that a time of 0 can grow again."""
 
+BURST_SECONDS = 0.25
+"""Least time for prompts in a step of a burst: more than the share of a few rows, but a short pause
+for the streams that run."""
+
+BURST_END = 4
+"""A burst ends when there are this many times as many rows that decode as prompts that wait."""
+
 FORGETTING = 0.9
 """Factor by which each later chunk reduces the remembered largest chunk."""
 
@@ -58,12 +65,15 @@ class FixedPace:
 class StepPace:
     """Gives prompts the time `decode * (rows + waiting) / rows`, with the decode time of the step.
 
-    So one waiting prompt among many rows gets about as much time as the decode rows, and a burst
-    starts together. The seconds of a step without prompts, `fixed + row * rows`, are learned by
-    normalised least mean squares (Haykin, Adaptive Filter Theory, chapter 7). The seconds per
-    prompt token are a moving average of the extra time of steps with prompts. A step at most
-    doubles either, so that a pause of the machine is soon forgotten. Chunks at most double too, so
-    that a chunk that costs more than was learned stays short.
+    So one waiting prompt among many rows gets about as much time as the decode rows. When more
+    prompts wait than rows decode, prompts get at least BURST_SECONDS of a step until most of them
+    have started: a burst starts together, and its rows then decode in full batches.
+
+    The seconds of a step without prompts, `fixed + row * rows`, are learned by normalised least
+    mean squares (Haykin, Adaptive Filter Theory, chapter 7). The seconds per prompt token are a
+    moving average of the extra time of steps with prompts. A step at most doubles either, so that a
+    pause of the machine is soon forgotten. Chunks at most double too, so that a chunk that costs
+    more than was learned stays short.
     """
 
     def __init__(self) -> None:
@@ -73,6 +83,7 @@ class StepPace:
         self._fastest = math.inf
         self._chunk = 0.0
         self._in_a_row = self._steps = 0
+        self._is_burst = False
 
     def learn(self, rows: int, tokens: int, seconds: float) -> None:
         if rows:
@@ -87,6 +98,7 @@ class StepPace:
             self._learn_token(max(0.0, seconds - self._decode_seconds(rows)) / tokens)
 
     def prompt_tokens(self, rows: int, waiting: int) -> int | None:
+        self._is_burst = waiting * (BURST_END if self._is_burst else 1) > rows
         if not rows:
             return None
         if self._in_a_row >= PROBE:
@@ -95,6 +107,8 @@ class StepPace:
             return FIRST_CHUNK
         most = max(FIRST_CHUNK, int(2 * self._chunk))
         seconds = self._decode_seconds(rows) * (rows + waiting) / rows
+        if self._is_burst:
+            seconds = max(seconds, BURST_SECONDS)
         wanted = int(seconds / self._token) if self._token else most
         return max(SMALLEST_CHUNK, min(most, wanted))
 

@@ -7,7 +7,13 @@ from collections.abc import Callable
 
 import pytest
 
-from kvgraph.runtime.pace import FIRST_CHUNK, SMALLEST_CHUNK, FixedPace, StepPace
+from kvgraph.runtime.pace import (
+    BURST_SECONDS,
+    FIRST_CHUNK,
+    SMALLEST_CHUNK,
+    FixedPace,
+    StepPace,
+)
 
 SECONDS: dict[str, Callable[[int, int], float]] = {
     "processor": lambda rows, tokens: 6e-3 + 0.5e-3 * rows + 0.4e-3 * tokens,
@@ -48,9 +54,24 @@ def test_prompts_get_more_the_more_of_them_wait(seconds: Callable[[int, int], fl
     pace = taught(seconds, random.Random(1))
     pace.learn(8, 768, seconds(8, 768))
     pace.learn(8, 0, seconds(8, 0))
-    tokens = [pace.prompt_tokens(8, waiting) or 0 for waiting in (0, 8, 24)]
-    assert tokens[1] == pytest.approx(2 * tokens[0], abs=2)
-    assert tokens[2] == pytest.approx(4 * tokens[0], abs=4)
+    tokens = [pace.prompt_tokens(8, waiting) or 0 for waiting in (0, 4, 8)]
+    assert tokens[1] == pytest.approx(1.5 * tokens[0], abs=2)
+    assert tokens[2] == pytest.approx(2 * tokens[0], abs=2)
+
+
+def test_a_burst_starts_together() -> None:
+    """From more prompts than rows on, until a quarter of the rows' number waits."""
+    seconds = SECONDS["processor"]
+    pace = taught(seconds, random.Random(4))
+    for tokens in (96, 192, 384, 768):
+        pace.learn(8, tokens, seconds(8, tokens))
+    pace.learn(8, 0, seconds(8, 0))
+    for rows, waiting, is_burst in ((8, 8, False), (8, 9, True), (16, 5, True), (16, 4, False)):
+        chunk = pace.prompt_tokens(rows, waiting)
+        assert chunk is not None
+        prompts = seconds(rows, chunk) - seconds(rows, 0)
+        expected = BURST_SECONDS if is_burst else seconds(rows, 0) * (rows + waiting) / rows
+        assert prompts == pytest.approx(expected, rel=0.2)
 
 
 @pytest.mark.parametrize("tokens", [0, 100])
