@@ -64,7 +64,7 @@ def bench(
         int | None, typer.Option(help="Ragged requests together; 0: none [default: 32].")
     ] = None,
     repeats: Annotated[
-        int | None, typer.Option(help="Of which the median is taken [default: 3].")
+        int | None, typer.Option(help="Runs, of which the median is taken [default: 3].")
     ] = None,
     quick: Annotated[
         bool,

@@ -40,13 +40,13 @@ def compile(
     ] = None,
     target: Annotated[
         str | None,
-        typer.Option(help="What to compile for [default: cpu]: cuda:sm_80,sm_90 and the like."),
+        typer.Option(help="Target [default: cpu]: cuda:sm_80,sm_90 and the like."),
     ] = None,
     backend: Annotated[
         str | None,
         typer.Option(
             metavar=f"<{'|'.join(each.name for each in OURS)}|...>",
-            help="What runs it, of kvgraph or an installed package [default: "
+            help="Backend, of kvgraph or an installed package [default: "
             f"{default_backend('cpu').name} on cpu, {default_backend('cuda').name} on cuda].",
         ),
     ] = None,
@@ -65,7 +65,8 @@ def compile(
         int | None, typer.Option(help="Rows of a step, for tensorrt's profiles [default: 256].")
     ] = None,
     max_batch_tokens: Annotated[
-        int | None, typer.Option(help="New tokens of a step, for the same [default: 8192].")
+        int | None,
+        typer.Option(help="New tokens of a step, for tensorrt's profiles [default: 8192]."),
     ] = None,
     tp: Annotated[
         int, typer.Option(help="Cut the model into as many ranks, a process for each.")
@@ -78,7 +79,8 @@ def compile(
         ),
     ] = None,
     quality_text: Annotated[
-        Path | None, typer.Option(help="UTF-8 text for it [default: from Python's documentation].")
+        Path | None,
+        typer.Option(help="UTF-8 text for --quality [default: from Python's documentation]."),
     ] = None,
     check: Annotated[
         bool, typer.Option(help="Compare two short rows with the model's own forward pass.")

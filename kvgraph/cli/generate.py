@@ -55,7 +55,7 @@ def generate(
     stop: Annotated[
         list[str] | None, typer.Option(help="End the text before this; may be given 16 times.")
     ] = None,
-    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on past the end.")] = False,
+    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Ignore end tokens.")] = False,
     session: SessionName = None,
     num_pages: NumPages = None,
     prefix: Annotated[

@@ -23,23 +23,23 @@ Verify = Annotated[
 ]
 
 DtypeOption = Annotated[
-    Dtype | None, typer.Option(help="Activations and weights [default: the checkpoint's].")
+    Dtype | None, typer.Option(help="Type of activations and weights [default: the checkpoint's].")
 ]
 WeightsOption = Annotated[
     Weights | None,
     typer.Option(
-        help="Linear layers and experts; int8, int4 or stored on cuda [default: stored for a "
-        "checkpoint in fewer bits, but with backend torch on cpu, else on cpu bf16 for bfloat16, "
+        help="Type of linear layers and experts; int8, int4 or stored on cuda [default: stored for "
+        "a checkpoint in fewer bits, but with backend torch on cpu, else on cpu bf16 for bfloat16, "
         "fp32 for others]."
     ),
 ]
 CacheDtypeOption = Annotated[
-    CacheDtype | None, typer.Option(help="The pool [default: the activations' dtype].")
+    CacheDtype | None, typer.Option(help="Type of the pool [default: the activations' dtype].")
 ]
 PageSize = Annotated[int, typer.Option(help="Tokens of a page.")]
 NumPages = Annotated[
     int | None,
-    typer.Option(help="Pages of the pool [default: 1 GiB; of a GPU, 0.9 of the rest]."),
+    typer.Option(help="Pages of the pool [default: 1 GiB; on a GPU, 0.9 of the rest]."),
 ]
 Threads = Annotated[
     int | None,
@@ -52,11 +52,11 @@ CollectiveTimeout = Annotated[
 ]
 
 MaxNewTokens = Annotated[int, typer.Option(help="Most tokens to generate.")]
-Temperature = Annotated[float, typer.Option(help="0 is greedy.")]
+Temperature = Annotated[float, typer.Option(help="Sampling temperature; 0 is greedy.")]
 TopK = Annotated[int, typer.Option(help="Keep the k likeliest tokens; 0 keeps all.")]
 TopP = Annotated[float, typer.Option(help="Keep the likeliest tokens up to this mass.")]
 RepetitionPenalty = Annotated[
-    float, typer.Option(help="Above 1, tokens that are there already are less likely.")
+    float, typer.Option(help="Above 1, tokens that are already in the text are less likely.")
 ]
 Seed = Annotated[int | None, typer.Option(help="Makes sampling repeatable.")]
 SessionName = Annotated[

@@ -30,7 +30,7 @@ def plan(
         int, typer.Option(help="Most requests at once.")
     ] = DEFAULT_BATCH_SIZE,
     max_batch_tokens: Annotated[
-        int, typer.Option(help="New tokens of a step at most.")
+        int, typer.Option(help="Most new tokens of a step.")
     ] = DEFAULT_BATCH_TOKENS,
     dtype: DtypeOption = None,
     weights: WeightsOption = None,

@@ -66,11 +66,11 @@ def serve(
         typer.Option(min=1, help="Time that an idle connection stays open: more than a proxy's."),
     ] = 75,
     max_queued_requests: Annotated[
-        int, typer.Option(min=0, help="Requests that wait for a row of the batch.")
+        int, typer.Option(min=0, help="Most requests that wait for a row of the batch.")
     ] = 64,
     max_queued_tokens: Annotated[
         int | None,
-        typer.Option(min=0, help="Tokens of prompts that wait [default: 16 steps of prefill]."),
+        typer.Option(min=0, help="Most prompt tokens that wait [default: 16 steps of prefill]."),
     ] = None,
     api_key_file: Annotated[
         Path | None, typer.Option(help="File of API keys, one a line [default: no key].")
@@ -79,7 +79,7 @@ def serve(
         float, typer.Option(min=0, help="Time for running requests after SIGTERM.")
     ] = 30.0,
     metrics_prefix: Annotated[
-        str, typer.Option(help="Of metrics' names; `vllm:` makes dashboards for vLLM work.")
+        str, typer.Option(help="Prefix of metric names; `vllm:` makes dashboards for vLLM work.")
     ] = "kvgraph:",
     kv_events: Annotated[
         str | None,
@@ -88,7 +88,7 @@ def serve(
     kv_events_replay: Annotated[
         str | None, typer.Option(help="Endpoint to ask for missed events: tcp://*:5558.")
     ] = None,
-    kv_events_topic: Annotated[str, typer.Option(help="Of the events.")] = "kv-events",
+    kv_events_topic: Annotated[str, typer.Option(help="Topic of the events.")] = "kv-events",
     allowed_origins: Annotated[
         list[str] | None,
         typer.Option(
@@ -116,16 +116,16 @@ def serve(
         bool, typer.Option("--log-prompts", help="Write prompts into the log.")
     ] = False,
     max_batch_size: Annotated[
-        int, typer.Option(min=1, help="Rows of a step.")
+        int, typer.Option(min=1, help="Most rows of a step.")
     ] = DEFAULT_BATCH_SIZE,
     max_batch_tokens: Annotated[
-        int | None, typer.Option(min=1, help="New tokens of a step [default: the session's].")
+        int | None, typer.Option(min=1, help="Most new tokens of a step [default: the session's].")
     ] = None,
     max_prefill_tokens: Annotated[
         int | None,
         typer.Option(
             min=1,
-            help="Tokens of prompts in a step in which others decode [default: by its time].",
+            help="Most prompt tokens of a step in which rows decode [default: by its time].",
         ),
     ] = None,
     nice: Annotated[
@@ -133,13 +133,16 @@ def serve(
         typer.Option(
             min=0,
             max=19,
-            help="How far computing stands behind answering [default: 10; of a GPU or ranks, 0].",
+            help="Niceness of compute threads, so that answers come first [default: 10; on a GPU "
+            "or with ranks, 0].",
         ),
     ] = None,
     num_pages: NumPages = None,
     cache_memory: Annotated[
         str | None,
-        typer.Option(help="Of the pool, such as 4GiB [default: 1GiB; of a GPU, 0.9 of the rest]."),
+        typer.Option(
+            help="Memory of the pool, such as 4GiB [default: 1GiB; on a GPU, 0.9 of the rest]."
+        ),
     ] = None,
     host_memory: HostMemory = None,
     disk: DiskFolder = None,
