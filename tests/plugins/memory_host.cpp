@@ -77,7 +77,7 @@ void sample() {
   report("sample", 4 * kVocab, [&] { return draw(kVocab); });
 }
 
-// Penalties of a row are counted anew after a call that failed while it counted.
+// Penalties of a row are counted from zero after a call that failed while it counted.
 void punish() {
   constexpr int32_t kVocab = 1000;
   std::vector<float> logits(kVocab);

@@ -16,7 +16,7 @@ from tests.serve.running import LIMITED, SECONDS, Server, posted, serving, wait_
 TEXTS = "/v1/completions"
 COUNT, TOKENS = 8, 2000
 MANY = {"prompt": "The", "max_tokens": TOKENS, "n": COUNT, "logprobs": 20, "ignore_eos": True}
-"""More than what the system takes of a connection that nobody reads."""
+"""More than the system buffers for a connection that no client reads."""
 
 
 def generated(server: Server, **fields: Any) -> socket.socket:

@@ -283,7 +283,7 @@ def test_metrics_count(server: Server) -> None:
 
 
 def test_what_is_not_answered_is_not_counted(server: Server) -> None:
-    """An echo alone computes a token that nobody asked for."""
+    """An echo alone computes a token that the client did not ask for."""
     server.wait_until_idle()
     before, logged = metrics(server.client), len(server.log())
     answer = server.complete("The import", max_tokens=0, echo=True, logprobs=1)

@@ -16,7 +16,7 @@ from kvgraph.contract.tokenizer import read_tokenizer
 from kvgraph.errors import KVGraphError, ModelError
 
 if TYPE_CHECKING:
-    from tokenizers import AddedToken
+    from tokenizers import AddedToken, Tokenizer
 
 NAMES = (
     "tokenizer.json",
@@ -177,7 +177,7 @@ def whole_tokenizer(path: Path, vocab_size: int) -> Path | bytes:
     is left out, so its text is tokenized as plain text. ModelError for a damaged file.
     """
     tokenizer = read_tokenizer(path, ModelError)
-    before = tokenizer.to_str()
+    before = _flags_in(tokenizer)
     known = tokenizer.get_added_tokens_decoder().values()
     special = {token.content for token in known if token.special}
     for token in _added(path.with_name(SETTINGS), known):
@@ -189,8 +189,12 @@ def whole_tokenizer(path: Path, vocab_size: int) -> Path | bytes:
             tokenizer.add_special_tokens([token])
         else:
             tokenizer.add_tokens([token])
-    after = tokenizer.to_str()
-    return path if after == before else after.encode()
+    return path if _flags_in(tokenizer) == before else tokenizer.to_str().encode()
+
+
+def _flags_in(tokenizer: Tokenizer) -> dict[int, str]:
+    """Added tokens with their flags, by id: what `whole_tokenizer` may change."""
+    return {place: repr(token) for place, token in tokenizer.get_added_tokens_decoder().items()}
 
 
 def _added(path: Path, known: Collection[AddedToken]) -> list[AddedToken]:
