@@ -27,8 +27,8 @@ from kvgraph.contract.dims import ceildiv
 from kvgraph.contract.files import as_path
 from kvgraph.contract.manifest import Manifest, write_manifest
 from kvgraph.contract.params import KVCacheParams, KVCacheStrategy
-from kvgraph.contract.sizes import whole
 from kvgraph.contract.trees import MultiKVCacheParams
+from kvgraph.contract.values import require_integer
 from kvgraph.errors import UnsupportedError
 
 if TYPE_CHECKING:
@@ -112,12 +112,12 @@ def compile(
     KVGraphErrors).
     """
     out = as_path("out", out)
-    page_size = _optional_whole("page_size", page_size)
-    tp = whole("tp", tp, UnsupportedError)
-    vocab_size = _optional_whole("vocab_size", vocab_size)
-    max_seq_len = _optional_whole("max_seq_len", max_seq_len)
-    max_batch_size = _optional_whole("max_batch_size", max_batch_size)
-    max_batch_tokens = _optional_whole("max_batch_tokens", max_batch_tokens)
+    page_size = _optional_integer("page_size", page_size)
+    tp = require_integer("tp", tp, UnsupportedError)
+    vocab_size = _optional_integer("vocab_size", vocab_size)
+    max_seq_len = _optional_integer("max_seq_len", max_seq_len)
+    max_batch_size = _optional_integer("max_batch_size", max_batch_size)
+    max_batch_tokens = _optional_integer("max_batch_tokens", max_batch_tokens)
     request = options.resolve(
         target,
         backend,
@@ -276,8 +276,8 @@ def _on_host() -> Iterator[None]:
         yield
 
 
-def _optional_whole(name: str, value: int | None) -> int | None:
-    return None if value is None else whole(name, value, UnsupportedError)
+def _optional_integer(name: str, value: int | None) -> int | None:
+    return None if value is None else require_integer(name, value, UnsupportedError)
 
 
 def run_artifact(

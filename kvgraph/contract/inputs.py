@@ -12,8 +12,8 @@ import numpy.typing as npt
 
 from kvgraph.contract.devices import LogicalDevice
 from kvgraph.contract.dims import Array, TensorType
-from kvgraph.contract.sizes import whole
 from kvgraph.contract.synonyms import also_named
+from kvgraph.contract.values import require_integer
 from kvgraph.errors import BindingError, RequestError
 
 
@@ -304,7 +304,7 @@ class BatchCharacteristics:
     def __post_init__(self) -> None:
         for name in ("batch_size", "max_prompt_length", "max_cache_valid_length"):
             if type(value := getattr(self, name)) is not int:
-                own = whole(f"batch_characteristics.{name}", value, RequestError)
+                own = require_integer(f"batch_characteristics.{name}", value, RequestError)
                 object.__setattr__(self, name, own)
 
 

@@ -12,7 +12,6 @@ from kvgraph.contract.devices import Device
 from kvgraph.contract.dims import ceildiv
 from kvgraph.contract.dtypes import ACTIVATIONS, QUANTIZED, itemsize
 from kvgraph.contract.shards import shards_of
-from kvgraph.contract.sizes import said, whole
 from kvgraph.contract.symbols import (
     ContinuousBatchingKVCacheInputSymbols,
     KVCacheInputSymbols,
@@ -22,6 +21,7 @@ from kvgraph.contract.symbols import (
     padded_symbols,
     paged_symbols,
 )
+from kvgraph.contract.values import require_integer, shown
 from kvgraph.errors import ParamsError, UnsupportedError
 
 CacheSymbols: TypeAlias = (
@@ -154,9 +154,9 @@ class KVCacheParams:
     def _check_types(self) -> None:
         """Check types, and turn whole numbers into ints, which manifests and graphs can hold."""
         for name in WHOLE:
-            object.__setattr__(self, name, whole(name, getattr(self, name), ParamsError))
+            object.__setattr__(self, name, require_integer(name, getattr(self, name), ParamsError))
         if self.window_size is not None:
-            window = whole("window_size", self.window_size, ParamsError)
+            window = require_integer("window_size", self.window_size, ParamsError)
             object.__setattr__(self, "window_size", window)
         object.__setattr__(self, "devices", tuple(self.devices))
         kinds: tuple[tuple[str, Iterable[object], type], ...] = (
@@ -167,7 +167,7 @@ class KVCacheParams:
         for name, values, kind in kinds:
             for value in values:
                 if value is not None and not isinstance(value, kind):
-                    raise ParamsError(f"{name}: expected {kind.__name__}, got {said(value)}")
+                    raise ParamsError(f"{name}: expected {kind.__name__}, got {shown(value)}")
 
     def _check_layout(self) -> None:
         if self.dtype not in ACTIVATIONS:

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Protocol
 
 from kvgraph.contract.devices import LogicalDevice
 from kvgraph.contract.dims import NUM_LOGITS, ROW_OFFSETS, TOTAL_SEQ_LEN, TensorType
-from kvgraph.contract.sizes import whole
 from kvgraph.contract.symbols import (
     REPLICA,
     ExportArguments,
@@ -17,6 +16,7 @@ from kvgraph.contract.symbols import (
     emit_tensorrt_profile,
     emit_torch_export,
 )
+from kvgraph.contract.values import require_integer
 from kvgraph.errors import BindingError
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ class GraphSignature:
         BindingError for any other record, and if `vocab_size` is no integer >= 1.
         """
         symbols = tuple(cache)
-        vocab_size = whole("vocab_size", vocab_size, BindingError, least=1)
+        vocab_size = require_integer("vocab_size", vocab_size, BindingError, least=1)
         _require_one_record(symbols)
         where: LogicalDevice = symbols[0].device
         own = (

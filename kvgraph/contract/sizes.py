@@ -2,16 +2,10 @@
 
 from __future__ import annotations
 
-import operator
 import re
-from contextlib import suppress
-from typing import SupportsIndex
 
-import numpy as np
-
-from kvgraph.errors import KVGraphError, RequestError
-
-BOOLEANS = (bool, np.bool_)
+from kvgraph.contract.values import as_integer
+from kvgraph.errors import RequestError
 
 UNITS = {"": 1, "B": 1} | {
     f"{prefix}{suffix}": base**power
@@ -33,39 +27,6 @@ def parse_bytes(name: str, size: int | str) -> int:
     elif (count := as_integer(size)) is not None and count >= 0:
         return count
     raise RequestError(f"{name}: expected a size such as 80GiB or 512MB, got {size!r}")
-
-
-def as_integer(value: object) -> int | None:
-    """`value`, of Python or NumPy, as an int; None if it is no integer. A boolean is none."""
-    if isinstance(value, SupportsIndex) and not isinstance(value, BOOLEANS):
-        with suppress(TypeError):  # an array of several, say
-            return operator.index(value)
-    return None
-
-
-def whole(
-    name: str,
-    value: object,
-    refusal: type[KVGraphError],
-    *,
-    least: int | None = None,
-    most: int | None = None,
-) -> int:
-    """Return `value` as an int from `least` to `most`; raise `refusal`, with `name`, otherwise."""
-    found = as_integer(value)
-    if found is None:
-        raise refusal(f"{name}: expected an integer, got {said(value)}")
-    if least is not None and found < least:
-        raise refusal(f"{name}: expected >= {least}, got {found}")
-    if most is not None and found > most:
-        raise refusal(f"{name}: expected at most {most}, got {found}")
-    return found
-
-
-def said(value: object) -> str:
-    """`value` as an error message shows it: its type, and its repr cut to 40 characters."""
-    text = repr(value)
-    return f"{type(value).__name__} {text if len(text) <= 40 else text[:37] + '...'}"
 
 
 def size_text(count: float) -> str:

@@ -24,7 +24,7 @@ from kvgraph.contract.dims import (
     TensorType,
 )
 from kvgraph.contract.dtypes import DTYPES
-from kvgraph.contract.sizes import whole
+from kvgraph.contract.values import require_integer
 from kvgraph.errors import BindingError
 
 if TYPE_CHECKING:
@@ -318,7 +318,7 @@ def emit_tensorrt_profile(
     order, or has no integer extent >= 0."""
     for name, sizes in (("min", min), ("opt", opt), ("max", max)):
         for dim, extent in sizes.items():
-            whole(f"{name}: {dim}", extent, BindingError, least=0)
+            require_integer(f"{name}: {dim}", extent, BindingError, least=0)
     profile = {}
     for symbol in symbols:
         shapes = tuple(symbol.extents(sizes) for sizes in (min, opt, max))

@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 from kvgraph.contract.devices import Device
 from kvgraph.contract.inputs import KVCacheInputs, MultiKVCacheInputs, SessionInterface
 from kvgraph.contract.params import KVCacheParamInterface, KVCacheParams
-from kvgraph.contract.sizes import whole
 from kvgraph.contract.symbols import KVCacheInputSymbols
+from kvgraph.contract.values import require_integer
 from kvgraph.errors import ParamsError
 from kvgraph.kv.pool.identity import PoolSettings
 from kvgraph.kv.pool.leaf import Leaf, RaggedSymbols, allocate_shard, table_width
@@ -56,9 +56,11 @@ def require_sizes(
     Raises ParamsError.
     """
     pages = _by_leaf("total_num_pages", params, total_num_pages, 1)
-    max_batch_size = whole("max_batch_size", max_batch_size, ParamsError, least=1, most=MOST)
+    max_batch_size = require_integer(
+        "max_batch_size", max_batch_size, ParamsError, least=1, most=MOST
+    )
     if max_seq_len is not None:
-        max_seq_len = whole("max_seq_len", max_seq_len, ParamsError, least=1, most=MOST)
+        max_seq_len = require_integer("max_seq_len", max_seq_len, ParamsError, least=1, most=MOST)
     host_pages = _by_leaf("total_num_host_pages", params, total_num_host_pages, 0)
     widths = _widths(params, pages, max_seq_len)
     longest = _windowed_tokens(params, widths) if max_seq_len is None else max_seq_len
@@ -132,7 +134,7 @@ def _by_leaf(
         raise ParamsError(f"{name}: expected the leaves {list(params.leaves)}, got {list(given)}")
     names = {path: f"{name}[{path!r}]" if path else name for path in params.leaves}
     return {
-        path: whole(where, given[path], ParamsError, least=least, most=MOST)
+        path: require_integer(where, given[path], ParamsError, least=least, most=MOST)
         for path, where in names.items()
     }
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple, NoReturn
 import numpy as np
 
 from kvgraph.contract.dims import Array
-from kvgraph.contract.sizes import whole
+from kvgraph.contract.values import require_integer
 from kvgraph.errors import BindingError, RequestError
 
 if TYPE_CHECKING:
@@ -113,7 +113,7 @@ class ContinuousBatchingKVCacheCollection:
 
     def _cache(self, layer_idx: int, kv: int) -> ContinuousBatchingKVCache:
         layers = self.blocks.shape[2]
-        layer_idx = whole("layer_idx", layer_idx, RequestError)
+        layer_idx = require_integer("layer_idx", layer_idx, RequestError)
         if not 0 <= layer_idx < layers:
             raise RequestError(f"layer_idx: expected 0 to {layers - 1}, got {layer_idx}")
         return ContinuousBatchingKVCache(self.blocks[:, kv, layer_idx], self.lookup_table)

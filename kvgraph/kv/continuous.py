@@ -8,8 +8,8 @@ from dataclasses import replace
 from kvgraph.contract.devices import Device
 from kvgraph.contract.inputs import SessionInterface
 from kvgraph.contract.params import KVCacheParams, KVCacheStrategy
-from kvgraph.contract.sizes import whole
 from kvgraph.contract.synonyms import also_named
+from kvgraph.contract.values import require_integer
 from kvgraph.errors import CapacityError, ParamsError, UnsupportedError
 from kvgraph.kv.paged import PagedKVCacheManager
 from kvgraph.kv.pool.leaf import require_params
@@ -40,8 +40,8 @@ class ContinuousBatchingKVCacheManager(PagedKVCacheManager):
         enable_runtime_checks: bool = False,
     ) -> None:
         _require_supported(params, is_ragged)
-        max_batch_size = whole("max_batch_size", max_batch_size, ParamsError, least=1)
-        max_seq_len = whole("max_seq_len", max_seq_len, ParamsError, least=1)
+        max_batch_size = require_integer("max_batch_size", max_batch_size, ParamsError, least=1)
+        max_seq_len = require_integer("max_seq_len", max_seq_len, ParamsError, least=1)
         own = replace(
             params,
             num_layers=params.num_layers if num_layers is None else num_layers,

@@ -17,9 +17,9 @@ from kvgraph.contract.inputs import (
     join_devices,
 )
 from kvgraph.contract.params import KVCacheParamInterface, KVCacheParams
-from kvgraph.contract.sizes import whole
 from kvgraph.contract.symbols import KVCacheInputSymbols
 from kvgraph.contract.synonyms import also_named
+from kvgraph.contract.values import require_integer
 from kvgraph.errors import ParamsError, RequestError, UnsupportedError
 from kvgraph.kv.memory import plan_memory
 from kvgraph.kv.multistep import Nest, StepInputs, advance
@@ -57,8 +57,10 @@ class KVCacheManager(ABC):
         session: SessionInterface | None = None,
         is_ragged: bool = False,
     ) -> None:
-        self.max_batch_size = whole("max_batch_size", max_batch_size, ParamsError, least=1)
-        self.max_seq_len = whole("max_seq_len", max_seq_len, ParamsError, least=1)
+        self.max_batch_size = require_integer(
+            "max_batch_size", max_batch_size, ParamsError, least=1
+        )
+        self.max_seq_len = require_integer("max_seq_len", max_seq_len, ParamsError, least=1)
         self.params = _deployed(params, num_layers, devices)
         self.num_layers = sum(leaf.num_layers for leaf in self.params.leaves.values())
         self.devices = tuple(self.params.devices if devices is None else devices)
@@ -335,8 +337,8 @@ class KVCacheManager(ABC):
         ParamsError if a size is no integer, or `max_seq_len` is below 1.
         """
         params = _deployed(params, num_layers, devices)
-        available = whole("available_cache_memory", available_cache_memory, ParamsError)
-        max_seq_len = whole("max_seq_len", max_seq_len, ParamsError, least=1)
+        available = require_integer("available_cache_memory", available_cache_memory, ParamsError)
+        max_seq_len = require_integer("max_seq_len", max_seq_len, ParamsError, least=1)
         pages = available // params.bytes_per_page
         return max(1, pages // ceildiv(max_seq_len, params.page_size))
 

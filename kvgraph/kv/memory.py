@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from kvgraph.contract.dims import ceildiv
 from kvgraph.contract.params import KVCacheParamInterface, KVCacheParams
-from kvgraph.contract.sizes import whole
+from kvgraph.contract.values import require_integer
 from kvgraph.errors import ParamsError
 
 DEFAULT_BATCH_SIZE, DEFAULT_BATCH_TOKENS = 64, 2048
@@ -156,9 +156,9 @@ def plan_memory(
     ParamsError (a ValueError) if that is zero, or, with `require_max_seq_len`, if one request of
     `max_seq_len` tokens does not fit; the message holds the arithmetic.
     """
-    available = whole("available", available, ParamsError)
-    max_batch_size = whole("max_batch_size", max_batch_size, ParamsError, least=1)
-    max_seq_len = whole("max_seq_len", max_seq_len, ParamsError, least=1)
+    available = require_integer("available", available, ParamsError)
+    max_batch_size = require_integer("max_batch_size", max_batch_size, ParamsError, least=1)
+    max_seq_len = require_integer("max_seq_len", max_seq_len, ParamsError, least=1)
     bytes_per_page = params.bytes_per_page
     pages_per_request = ceildiv(max_seq_len, params.page_size)
     fitting = available // bytes_per_page

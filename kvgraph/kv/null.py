@@ -26,13 +26,13 @@ from kvgraph.contract.inputs import (
     join_devices,
 )
 from kvgraph.contract.params import KVCacheParamInterface, KVCacheStrategy
-from kvgraph.contract.sizes import whole
 from kvgraph.contract.symbols import (
     KVCacheInputSymbols,
     MultiKVCacheInputSymbols,
     PaddedKVCacheInputSymbols,
 )
 from kvgraph.contract.synonyms import also_named
+from kvgraph.contract.values import require_integer
 from kvgraph.errors import ParamsError, RequestError
 from kvgraph.kv.manager import KVCacheManager
 from kvgraph.kv.metrics import KVCacheMetrics
@@ -87,7 +87,7 @@ class NullKVCacheManager(KVCacheManager):
     # -- lifecycle: claims are tracked, the rest does nothing
 
     def claim(self, request_id: RequestID, replica_idx: int | None = None) -> None:
-        replica = whole(
+        replica = require_integer(
             "claim: replica_idx", 0 if replica_idx is None else replica_idx, RequestError, least=0
         )
         require_key(request_id)

@@ -15,7 +15,7 @@ from typing import TypeVar, cast
 import numpy as np
 import numpy.typing as npt
 
-from kvgraph.contract.sizes import said, whole
+from kvgraph.contract.values import require_integer, shown
 from kvgraph.errors import RequestError
 
 RequestID = Hashable
@@ -117,7 +117,7 @@ class TextContext:
         RequestError if `count` is no integer, negative, or more than the unprocessed tokens.
         """
         if type(count) is not int:
-            count = whole(f"skip_processing of {self.request_id!r}", count, RequestError)
+            count = require_integer(f"skip_processing of {self.request_id!r}", count, RequestError)
         rest = self.current_length - self.processed_length
         if not 0 <= count <= rest:
             raise RequestError(
@@ -177,7 +177,7 @@ def _require_types(
     ):
         if not isinstance(value, kind):
             raise RequestError(
-                f"{name} of {request_id!r}: expected {kind.__name__}, got {said(value)}"
+                f"{name} of {request_id!r}: expected {kind.__name__}, got {shown(value)}"
             )
 
 
@@ -207,7 +207,7 @@ def at_replica(each: Sequence[T], replica_idx: int, call: str) -> T:
     """Return `each[replica_idx]`, where `each` has one element per replica; RequestError if out of
     range."""
     if type(replica_idx) is not int:
-        replica_idx = whole(f"{call}: replica_idx", replica_idx, RequestError)
+        replica_idx = require_integer(f"{call}: replica_idx", replica_idx, RequestError)
     if not 0 <= replica_idx < len(each):
         hint = "; give a number of steps as num_steps=" if call == "alloc" else ""
         raise RequestError(
@@ -239,13 +239,13 @@ def per_replica(batches: Batches | Sequence[TextContext], num_replicas: int, cal
 def _require_list(given: object, call: str) -> None:
     if not isinstance(given, Sequence):
         raise RequestError(
-            f"{call}: expected a list of TextContexts for each replica, got {said(given)}"
+            f"{call}: expected a list of TextContexts for each replica, got {shown(given)}"
         )
 
 
 def require_context(given: object, call: str) -> None:
     if not isinstance(given, TextContext):
-        raise RequestError(f"{call}: expected a TextContext, got {said(given)}")
+        raise RequestError(f"{call}: expected a TextContext, got {shown(given)}")
 
 
 def require_key(request_id: RequestID) -> None:
@@ -267,9 +267,9 @@ def require_unclaimed(request_id: RequestID, claimed_on: int | None) -> None:
 def require_steps(num_steps: int, lookahead: int = 0) -> int:
     """Check the arguments, and return the tokens beyond the active ones that they need."""
     if type(num_steps) is not int:
-        num_steps = whole("num_steps", num_steps, RequestError)
+        num_steps = require_integer("num_steps", num_steps, RequestError)
     if type(lookahead) is not int:
-        lookahead = whole("lookahead", lookahead, RequestError)
+        lookahead = require_integer("lookahead", lookahead, RequestError)
     if not 1 <= num_steps <= MAX_STEPS:
         raise RequestError(f"num_steps: expected 1 to {MAX_STEPS}, got {num_steps}")
     if lookahead < 0:

@@ -13,7 +13,7 @@ from typing import SupportsIndex, TypeVar, cast
 
 import numpy as np
 
-from kvgraph.contract.sizes import BOOLEANS, as_integer, said
+from kvgraph.contract.values import BOOLEANS, as_integer, require_integer, shown
 from kvgraph.errors import RequestError
 
 T = TypeVar("T")
@@ -27,14 +27,7 @@ def integer(
     name: str, value: object, least: int, most: int | None = None, *, or_else: str = ""
 ) -> int:
     """`value` as an int from `least` to `most`. `or_else`: other allowed values, for the error."""
-    number = as_integer(value)
-    if number is None:
-        raise RequestError(f"{name}: expected an integer >= {least}{or_else}, got {said(value)}")
-    if number < least:
-        raise RequestError(f"{name}: expected >= {least}{or_else}, got {number}")
-    if most is not None and number > most:
-        raise RequestError(f"{name}: expected at most {most}{or_else}, got {number}")
-    return number
+    return require_integer(name, value, RequestError, least=least, most=most, or_else=or_else)
 
 
 def optional_integer(name: str, value: object, least: int, most: int | None = None) -> int | None:
@@ -46,30 +39,30 @@ def number(name: str, value: object) -> float:
     """`value` as a float."""
     kinds = int | float | np.integer | np.floating
     if isinstance(value, BOOLEANS) or not isinstance(value, kinds):
-        raise RequestError(f"{name}: expected a number, got {said(value)}")
+        raise RequestError(f"{name}: expected a number, got {shown(value)}")
     try:
         return float(value)
     except OverflowError as error:
-        raise RequestError(f"{name}: expected a number, got {said(value)}") from error
+        raise RequestError(f"{name}: expected a number, got {shown(value)}") from error
 
 
 def flag(name: str, value: object) -> bool:
     """`value` as a bool."""
     if not isinstance(value, BOOLEANS):
-        raise RequestError(f"{name}: expected True or False, got {said(value)}")
+        raise RequestError(f"{name}: expected True or False, got {shown(value)}")
     return bool(value)
 
 
 def instance(name: str, value: object, kind: type | tuple[type, ...], expected: str) -> None:
     """Raise RequestError unless `value` is a `kind`; `expected` describes `kind` in the error."""
     if not isinstance(value, kind):
-        raise RequestError(f"{name}: expected {expected}, got {said(value)}")
+        raise RequestError(f"{name}: expected {expected}, got {shown(value)}")
 
 
 def integers(name: str, values: object, least: int, most: int) -> tuple[int, ...]:
     """`values` as a tuple of at most `most` ints, each at least `least`."""
     if isinstance(values, str | bytes) or not isinstance(values, Iterable):
-        raise RequestError(f"{name}: expected integers >= {least}, got {said(values)}")
+        raise RequestError(f"{name}: expected integers >= {least}, got {shown(values)}")
     given = tuple(values)
     if len(given) > most:
         raise RequestError(f"{name}: expected at most {most}, got {len(given)}")
@@ -83,12 +76,12 @@ def texts(name: str, values: object, most: int, most_characters: int) -> tuple[s
     """
     given = (values,) if isinstance(values, str) else values
     if not isinstance(given, list | tuple):
-        raise RequestError(f"{name}: expected text, or a list of it, got {said(values)}")
+        raise RequestError(f"{name}: expected text, or a list of it, got {shown(values)}")
     if len(given) > most:
         raise RequestError(f"{name}: expected at most {most}, got {len(given)}")
     for text in given:
         if not isinstance(text, str) or not text:
-            raise RequestError(f"{name}: expected text that is not empty, got {said(text)}")
+            raise RequestError(f"{name}: expected text that is not empty, got {shown(text)}")
     if (length := sum(map(len, given))) > most_characters:
         raise RequestError(
             f"{name}: expected at most {most_characters} characters together, got {length}"
@@ -141,7 +134,7 @@ def token_ids(prompt: Iterable[object]) -> list[int]:
     except TypeError:
         pass  # the sentence below names the token
     at, token = next((i, token) for i, token in enumerate(tokens) if as_integer(token) is None)
-    raise RequestError(f"prompt: expected text or token ids, got {said(token)} at position {at}")
+    raise RequestError(f"prompt: expected text or token ids, got {shown(token)} at position {at}")
 
 
 def sequence(name: str, one: str, values: Iterable[T]) -> list[T]:
@@ -167,4 +160,4 @@ def _listed(values: Iterable[T], expected: str) -> list[T]:
             return list(values)
         except TypeError:
             pass  # not iterable
-    raise RequestError(f"{expected}, got {said(values)}")
+    raise RequestError(f"{expected}, got {shown(values)}")

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, TypedDict, Unpack
 from kvgraph.contract.files import read_fields, read_text
 from kvgraph.contract.generation import GENERATION, suggested
 from kvgraph.contract.plain import JsonObject
-from kvgraph.contract.sizes import said
+from kvgraph.contract.values import shown
 from kvgraph.errors import ArtifactError, RequestError
 from kvgraph.runtime.arguments import flag, instance
 from kvgraph.runtime.messages import (
@@ -252,7 +252,7 @@ class ChatTemplates:
         if source is None and "{" not in given:  # a template has at least one variable
             raise RequestError(
                 f"chat_template: expected a template, or the name of one of the artifact's "
-                f"({self._names}), got {said(given)}"
+                f"({self._names}), got {shown(given)}"
             )
         try:
             self._jinja.compile(given if source is None else source)
@@ -331,7 +331,7 @@ class ChatTemplates:
             pass  # the error below says it
         raise ArtifactError(
             f"{self._folder / CONFIG}: chat_template: expected text, or templates with names, got "
-            f"{said(given)}"
+            f"{shown(given)}"
         )
 
     def _special_tokens(self) -> dict[str, str]:

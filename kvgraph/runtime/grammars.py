@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping
 from decimal import Decimal
 from typing import NamedTuple, cast
 
-from kvgraph.contract.sizes import said
+from kvgraph.contract.values import shown
 from kvgraph.errors import RequestError
 from kvgraph.runtime.arguments import instance
 
@@ -90,7 +90,7 @@ def schema_text(name: str, value: object) -> str:
     if value is True or value == {}:
         return ANY_OBJECT
     if not isinstance(value, str | Mapping):
-        raise RequestError(f"{name}: expected a JSON schema, as a dict or text, got {said(value)}")
+        raise RequestError(f"{name}: expected a JSON schema, as a dict or text, got {shown(value)}")
     try:
         text = value if isinstance(value, str) else json.dumps(dict(value), allow_nan=False)
         _require_size(name, text)
@@ -102,7 +102,7 @@ def schema_text(name: str, value: object) -> str:
             raise
         raise RequestError(f"{name}: expected a JSON schema, got no JSON ({error})") from error
     if not isinstance(schema, dict):
-        raise RequestError(f"{name}: expected a JSON schema, an object, got {said(schema)}")
+        raise RequestError(f"{name}: expected a JSON schema, an object, got {shown(schema)}")
     _require_bounded(name, schema)
     return text if schema else ANY_OBJECT
 
@@ -146,7 +146,7 @@ def _require_bounded(name: str, schema: dict[str, object]) -> None:
         if multiple > MOST_MULTIPLE:
             raise RequestError(
                 f'{name}: expected "multipleOf" with digits of at most {MOST_MULTIPLE}, '
-                f"got {said(part['multipleOf'])}"
+                f"got {shown(part['multipleOf'])}"
             )
         multiples *= multiple
         own = sum(key in part for key in COSTLY)
@@ -176,7 +176,7 @@ def _require_distinct_keys(name: str, part: dict[str, object]) -> None:
     if isinstance(least, int | float) and least > named + 1 and not is_closed:
         raise RequestError(
             f'{name}: expected "minProperties" of at most {named + 1}, one more than "required" '
-            f"has, since llguidance counts a repeated key twice, got {said(least)}; name the keys "
+            f"has, since llguidance counts a repeated key twice, got {shown(least)}; name the keys "
             'in "required"'
         )
 
@@ -215,7 +215,7 @@ def _require_float(name: str, key: str, number: object) -> None:
     if isinstance(number, int | float) and abs(number) > MOST_INTEGER:
         raise RequestError(
             f'{name}: expected numbers of at most 2**53 in "{key}", since llguidance keeps numbers '
-            f"as float64, got {said(number)}; use a string with a pattern"
+            f"as float64, got {shown(number)}; use a string with a pattern"
         )
 
 

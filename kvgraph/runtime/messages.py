@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterable, Mapping
 from contextlib import suppress
 from typing import Any, TypeAlias, cast
 
-from kvgraph.contract.sizes import said
+from kvgraph.contract.values import shown
 from kvgraph.errors import RequestError
 from kvgraph.runtime.arguments import instance, sequence
 
@@ -99,7 +99,7 @@ def _last_text(messages: list[Message]) -> str:
         content = content[-1].get("text")
     if not isinstance(content, str):
         raise RequestError(
-            f"continue_final_message: expected a last message with text, got {said(content)}"
+            f"continue_final_message: expected a last message with text, got {shown(content)}"
         )
     return content
 
@@ -186,9 +186,9 @@ def _with_reasoning(message: Message) -> Message:
 
 def _require_text(where: str, part: object) -> None:
     if not isinstance(part, dict):
-        raise RequestError(f"{where}: expected a part with type and text, got {said(part)}")
+        raise RequestError(f"{where}: expected a part with type and text, got {shown(part)}")
     if part.get("type") != "text":
-        raise RequestError(f"{where}.type: expected 'text', got {said(part.get('type'))}")
+        raise RequestError(f"{where}.type: expected 'text', got {shown(part.get('type'))}")
     instance(f"{where}.text", part.get("text"), str, "text")
 
 
@@ -199,7 +199,7 @@ def _read_arguments(where: str, calls: object) -> None:
     for at, call in enumerate(cast(list[object], calls)):
         function = call.get("function") if isinstance(call, dict) else None
         if not isinstance(function, dict):
-            raise RequestError(f"{where}[{at}]: expected a call of a function, got {said(call)}")
+            raise RequestError(f"{where}[{at}]: expected a call of a function, got {shown(call)}")
         if not isinstance(arguments := function.get("arguments"), str):
             continue
         with suppress(ValueError, RecursionError):

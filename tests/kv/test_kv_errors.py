@@ -214,12 +214,18 @@ def test_a_released_request_must_be_rewound(manager: PagedKVCacheManager) -> Non
         ({"total_num_pages": 1 << 31}, "total_num_pages: expected at most 2147483646, got"),
         ({"max_batch_size": 0}, "max_batch_size: expected >= 1, got 0"),
         ({"max_seq_len": 0}, "max_seq_len: expected >= 1, got 0"),
-        ({"total_num_pages": 2.5}, "total_num_pages: expected an integer, got float 2.5"),
-        ({"total_num_pages": None}, "total_num_pages: expected an integer, got NoneType None"),
-        ({"total_num_pages": {"": 2.5}}, "total_num_pages: expected an integer, got float 2.5"),
-        ({"total_num_host_pages": "8"}, "total_num_host_pages: expected an integer, got str '8'"),
-        ({"max_batch_size": 2.5}, "max_batch_size: expected an integer, got float 2.5"),
-        ({"max_seq_len": 2.5}, "max_seq_len: expected an integer, got float 2.5"),
+        ({"total_num_pages": 2.5}, "total_num_pages: expected an integer >= 1, got float 2.5"),
+        ({"total_num_pages": None}, "total_num_pages: expected an integer >= 1, got NoneType None"),
+        (
+            {"total_num_pages": {"": 2.5}},
+            "total_num_pages: expected an integer >= 1, got float 2.5",
+        ),
+        (
+            {"total_num_host_pages": "8"},
+            "total_num_host_pages: expected an integer >= 0, got str '8'",
+        ),
+        ({"max_batch_size": 2.5}, "max_batch_size: expected an integer >= 1, got float 2.5"),
+        ({"max_seq_len": 2.5}, "max_seq_len: expected an integer >= 1, got float 2.5"),
     ],
 )
 def test_construction(changes: dict[str, Any], text: str) -> None:
@@ -245,7 +251,7 @@ def test_numbers_of_numpy_are_numbers() -> None:
 @pytest.mark.parametrize("kind", [ContinuousBatchingKVCacheManager, PaddedKVCacheManager])
 @pytest.mark.parametrize("name", ["max_batch_size", "max_seq_len"])
 def test_sizes_of_managers_of_slots(kind: Any, name: str) -> None:
-    for value, text in ((0, ">= 1, got 0"), (-8, ">= 1, got -8"), (2.5, "an integer, got float")):
+    for value, text in ((0, ">= 1, got 0"), (-8, ">= 1, got -8"), (2.5, "an integer >= 1, got")):
         with pytest.raises(ParamsError, match=f"^{name}: expected {text}"):
             kind(make_params(), **({"max_batch_size": 2, "max_seq_len": 8} | {name: value}))
 
@@ -296,7 +302,9 @@ def test_numpys_numbers_are_whole(manager: PagedKVCacheManager) -> None:
 @pytest.mark.parametrize("kind", [ContinuousBatchingKVCacheManager, PaddedKVCacheManager])
 def test_numbers_of_slots_are_whole(kind: Any) -> None:
     manager = kind(make_params(), 2, 8)
-    with pytest.raises(RequestError, match=r"^claim_slots: expected an integer, got float 1\.0$"):
+    with pytest.raises(
+        RequestError, match=r"^claim_slots: expected an integer >= 1, got float 1\.0$"
+    ):
         manager.claim_slots(1.0)
     with pytest.raises(RequestError, match=r"free slots of \[0, 1\], got \[0\.0\]"):
         manager.external_claim([0.0])

@@ -84,10 +84,12 @@ def test_contradictions(name: str, value: int) -> None:
 @pytest.mark.parametrize("replica", [0.5, "1", True])
 def test_numbers_are_whole(replica: Any) -> None:
     null = make_null()
-    said = f"expected an integer, got {type(replica).__name__} {replica!r}$"
-    with pytest.raises(RequestError, match=f"^claim: replica_idx: {said}"):
+    said = f"got {type(replica).__name__} {replica!r}$"
+    with pytest.raises(
+        RequestError, match=f"^claim: replica_idx: expected an integer >= 0, {said}"
+    ):
         null.claim("a", replica)
-    with pytest.raises(RequestError, match=f"^num_steps: {said}"):
+    with pytest.raises(RequestError, match=f"^num_steps: expected an integer, {said}"):
         null.fetch([], num_steps=replica)
     with pytest.raises(RequestError, match=r"^claim: replica_idx: expected >= 0, got -1$"):
         null.claim("a", -1)

@@ -11,8 +11,8 @@ from kvgraph.compiler.frontends.folder import Config, read_json
 from kvgraph.contract.files import read_text
 from kvgraph.contract.generation import GENERATION, suggested
 from kvgraph.contract.plain import JsonObject
-from kvgraph.contract.sizes import whole
 from kvgraph.contract.tokenizer import read_tokenizer
+from kvgraph.contract.values import require_integer
 from kvgraph.errors import KVGraphError, ModelError
 
 if TYPE_CHECKING:
@@ -307,9 +307,9 @@ def as_ids(
     if isinstance(given, Iterable) and not isinstance(given, str | bytes):
         with suppress(TypeError):  # an array of no dimensions is one id
             several = list(given)
-    return tuple(whole(name, each, refusal) for each in several)
+    return tuple(require_integer(name, each, refusal) for each in several)
 
 
 def as_id(name: str, given: int | None, refusal: type[KVGraphError]) -> int | None:
     """The token id of a field that holds one id or None. Raise `refusal` as `as_ids` does."""
-    return None if given is None else whole(name, given, refusal)
+    return None if given is None else require_integer(name, given, refusal)

@@ -25,7 +25,7 @@ import numpy.typing as npt
 from kvgraph.contract.devices import HOST
 from kvgraph.contract.dims import TensorType, ceildiv
 from kvgraph.contract.inputs import BatchCharacteristics, Buffer, RaggedKVCacheInputs
-from kvgraph.contract.sizes import said, whole
+from kvgraph.contract.values import require_integer, shown
 from kvgraph.errors import CapacityError, RequestError
 from kvgraph.kv.pool.identity import PoolSettings
 from kvgraph.kv.pool.leaf import Leaf
@@ -154,7 +154,7 @@ class ReplicaBatch:
         if bounds is not None:
             if not isinstance(bounds, BatchCharacteristics):
                 raise RequestError(
-                    f"batch_characteristics: expected BatchCharacteristics, got {said(bounds)}"
+                    f"batch_characteristics: expected BatchCharacteristics, got {shown(bounds)}"
                 )
             self._require_within(bounds, len(lengths), longest_new, longest)
             longest_new, longest = bounds.max_prompt_length, bounds.max_cache_valid_length
@@ -194,7 +194,7 @@ class ReplicaBatch:
                 )
 
     def _widened(self, width: int, max_cache_length: int, needed: int) -> int:
-        max_cache_length = whole("max_cache_length", max_cache_length, RequestError)
+        max_cache_length = require_integer("max_cache_length", max_cache_length, RequestError)
         pages = ceildiv(max_cache_length, self._settings.page_size)
         if max_cache_length < 1 or pages < width:
             raise RequestError(

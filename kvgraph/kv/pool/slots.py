@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from numbers import Integral
 
-from kvgraph.contract.sizes import as_integer, whole
+from kvgraph.contract.values import as_integer, require_integer
 from kvgraph.errors import CapacityError, RequestError, UnsupportedError
 from kvgraph.kv.requests import RequestID, at_replica, require_key, require_unclaimed
 
@@ -82,7 +82,7 @@ def no_slots(manager: object) -> UnsupportedError:
 
 def lowest(n: int, free: Collection[int]) -> list[int]:
     """The `n` lowest free slots; RequestError if n < 1, CapacityError if fewer are free."""
-    n = whole("claim_slots", n, RequestError, least=1)
+    n = require_integer("claim_slots", n, RequestError, least=1)
     if n > len(free):
         raise CapacityError(f"claim_slots: expected {n} free slots, got {len(free)}")
     return sorted(free)[:n]
