@@ -32,21 +32,27 @@ constexpr auto kSleep = std::chrono::milliseconds(20);  // until the other rank 
 constexpr auto kAnswer = std::chrono::milliseconds(1500);
 
 // The pieces that a rank has published: how many, and the bytes of the last two, indexed by the
-// lowest bit of their number: a rank may publish the next piece before this one is read.
-struct alignas(64) Line {
+// lowest bit of their number: a rank may publish the next piece before this one is read. Padded
+// rather than aligned: the caller's memory is at a multiple of 8.
+struct Line {
   std::atomic<uint32_t> calls;
   std::atomic<uint32_t> sleepers;
   std::atomic<uint64_t> bytes[2];
+  char padding[40];
 };
 
 struct Shared {
   Line lines[KVG_MOST_RANKS];
-  alignas(64) std::atomic<uint32_t> broken;  // as in kvg_cpu_group_broken; set once, for all ranks
-  Heard heard;                               // used by a rank that gathers
+  std::atomic<uint32_t> broken;  // as in kvg_cpu_group_broken; set once, for all ranks
+  char padding[60];
+  Heard heard;  // used by a rank that gathers
 };
 
 static_assert(std::atomic<uint64_t>::is_always_lock_free && sizeof(std::atomic<uint32_t>) == 4,
               "processes share them");
+static_assert(sizeof(Line) == 64 && alignof(Shared) <= 8);
+
+constexpr size_t kPieces = (sizeof(Shared) + 63) / 64 * 64;  // where the pieces begin
 
 thread_local kvg_group* t_group = nullptr;
 
@@ -59,7 +65,7 @@ Shared& shared(const kvg_group& group) { return *static_cast<Shared*>(group.memo
 
 char* place(const kvg_group& group, uint64_t call, int32_t rank) {
   const size_t index = (call & 1) * static_cast<size_t>(group.size) + static_cast<size_t>(rank);
-  return static_cast<char*>(group.memory) + sizeof(Shared) + index * kPieceBytes;
+  return static_cast<char*>(group.memory) + kPieces + index * kPieceBytes;
 }
 
 void pause_briefly() {
@@ -241,7 +247,7 @@ void Meeting::fail(int32_t rank, uint32_t reason) {
 
 extern "C" uint64_t kvg_cpu_group_bytes(int32_t size) {
   if (size < 1 || size > KVG_MOST_RANKS) return 0;
-  return sizeof(kvg::Shared) + 2 * static_cast<uint64_t>(size) * kvg::kPieceBytes;
+  return kvg::kPieces + 2 * static_cast<uint64_t>(size) * kvg::kPieceBytes;
 }
 
 extern "C" void kvg_cpu_enter_group(kvg_group* group) { kvg::t_group = group; }
