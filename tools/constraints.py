@@ -10,8 +10,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-ELSEWHERE = {"kvgraph", "torch"}
-"""torch: the Makefile pins its build."""
+ELSEWHERE = {"kvgraph", "torch", "triton"}
+"""torch: the Makefile pins its build. triton: a CUDA build of torch needs a version of its own."""
 HEAD = """\
 # What the tests ran with last. `make constraints` takes the newest of all and writes this file.
 """

@@ -37,9 +37,6 @@ from kvgraph.ops import torch_ops
 from kvgraph.progress import task
 from kvgraph.signal_handlers import reraise_if_signalled
 
-NO_STACK_TRACES = "do_not_emit_stack_traces"
-"""Setting of torch.fx, since torch 2.12."""
-
 NAMES = {
     "wrap_with_autocast": "torch.autocast",
     "cond": "torch.cond",
@@ -72,15 +69,12 @@ def stack_traces(wanted: bool) -> Iterator[None]:
     the time of a trace."""
     from torch.fx import config
 
-    before = getattr(config, NO_STACK_TRACES, None)
-    if before is None:
-        yield
-        return
-    setattr(config, NO_STACK_TRACES, not wanted)
+    before = config.do_not_emit_stack_traces
+    config.do_not_emit_stack_traces = not wanted
     try:
         yield
     finally:
-        setattr(config, NO_STACK_TRACES, before)
+        config.do_not_emit_stack_traces = before
 
 
 @contextlib.contextmanager

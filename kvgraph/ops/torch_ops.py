@@ -2,7 +2,7 @@
 
 The torch form mutates (`kv_blocks!`). The functional form of `update_and_attend`, which returns the
 pool as an output, exists only in graphs that are exported to ONNX; torch cannot run it. No torch
-headers are needed: a Library in Python costs about 2 us a call (torch.library, 2.11 to 2.13).
+headers are needed: a Library in Python costs about 2 us a call (torch.library, torch 2.13).
 """
 
 from __future__ import annotations
