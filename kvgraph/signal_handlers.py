@@ -1,4 +1,6 @@
-"""Keeps exceptions of the user's signal handlers, such as a time limit's, apart from others.
+"""Signal handlers: those of commands, and exceptions of the user's.
+
+Exceptions of the user's signal handlers, such as a time limit's, are kept apart from others.
 
 Python calls signal handlers wherever the main thread is, so often inside a library call. Code
 that converts a library's errors to another class must not convert an exception of a handler.
@@ -6,12 +8,36 @@ that converts a library's errors to another class must not convert an exception 
 
 from __future__ import annotations
 
+import os
 import signal
 from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from inspect import CO_VARARGS
 from itertools import pairwise
 from types import CodeType, FrameType
+
+
+@contextmanager
+def end_at_signals(code: int | None = None) -> Iterator[None]:
+    """A scope in which SIGTERM and SIGHUP end the process at once, with `code`, or by default with
+    128 + the signal's number. A SIGHUP that is ignored (nohup) stays ignored."""
+
+    def end(number: int, frame: FrameType | None) -> None:
+        os._exit(128 + number if code is None else code)
+
+    heard = [number for number in (signal.SIGTERM, signal.SIGHUP) if is_heard(number)]
+    before = {number: signal.signal(number, end) for number in heard}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def is_heard(number: signal.Signals) -> bool:
+    """Whether the process does not ignore a signal, as it does SIGHUP under nohup."""
+    return signal.getsignal(number) is not signal.SIG_IGN
 
 
 def reraise_if_signalled(error: BaseException) -> None:

@@ -17,6 +17,7 @@ from rich.console import Console
 
 from kvgraph.bars import Bars
 from kvgraph.contract.plain import to_json
+from kvgraph.signal_handlers import is_heard
 
 if TYPE_CHECKING:
     from kvgraph.contract.manifest import Manifest
@@ -68,7 +69,7 @@ def terminable() -> Iterator[None]:
             threading.Timer(0.01, os.kill, (os.getpid(), came.pop())).start()
 
     numbers = [signal.SIGTERM]
-    if signal.getsignal(signal.SIGHUP) is signal.SIG_DFL:  # not under nohup
+    if is_heard(signal.SIGHUP):
         numbers.append(signal.SIGHUP)
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         numbers.append(signal.SIGINT)

@@ -37,6 +37,7 @@ from kvgraph.errors import (
     UnsupportedError,
 )
 from kvgraph.kv.memory import DEFAULT_BATCH_SIZE
+from kvgraph.signal_handlers import end_at_signals
 
 if TYPE_CHECKING:
     from kvgraph.runtime.artifact import Artifact
@@ -54,6 +55,7 @@ NEEDED = ("starlette", "uvicorn", "httptools", "uvloop", "msgspec", "prometheus_
 GenerationConfig = StrEnum("GenerationConfig", ("auto", "none"))
 
 
+@end_at_signals(0)  # until the server has its own handlers
 def serve(
     artifact: ArtifactFolder,
     host: Annotated[str, typer.Option(help="Address to listen at.")] = "127.0.0.1",
@@ -77,7 +79,7 @@ def serve(
     ] = None,
     drain_seconds: Annotated[
         float, typer.Option(min=0, help="Time for running requests after SIGTERM.")
-    ] = 30.0,
+    ] = 15.0,
     metrics_prefix: Annotated[
         str, typer.Option(help="Prefix of metric names; `vllm:` makes dashboards for vLLM work.")
     ] = "kvgraph:",
@@ -167,7 +169,7 @@ def serve(
             raise MissingDependencyError(
                 f"{name}: needed to serve, not installed; pip install 'kvgraph[serve]'"
             )
-    from kvgraph.runtime.artifact import load
+    from kvgraph.runtime.artifact import load, read
     from kvgraph.serve.options import ServeOptions
     from kvgraph.serve.server import serve as listen
 
@@ -201,8 +203,11 @@ def serve(
         kv_events_replay=kv_events_replay,
         kv_events_topic=kv_events_topic,
     )
-    with Bars(stderr):
-        loaded = load(artifact, verify=verify or None)
+    if replicas is None:
+        loaded = read(artifact, verify=verify or None)
+    else:  # once, before every replica would
+        with Bars(stderr):
+            loaded = load(artifact, verify=verify or None)
     is_cuda = Target.parse(loaded.manifest.target).kind == "cuda"
     if replicas is None and follows(loaded, None, threads, collective_timeout):
         return
@@ -257,7 +262,8 @@ def _engine(
     settings: Mapping[str, Any],
     threads: int | None,
 ) -> Engine:
-    """Create the engine. Call it in the thread that runs it, since the session is opened there."""
+    """Check the files and create the engine. Call it in the thread that runs the engine, since the
+    session is opened there."""
     from kvgraph.runtime.engine import Engine
 
     session = loaded.session(num_threads=threads, collective_timeout=collective_timeout)

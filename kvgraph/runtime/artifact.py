@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import zip_longest
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from kvgraph.contract.backends import find_backend
 from kvgraph.contract.devices import HOST
@@ -21,16 +21,28 @@ from kvgraph.ops.header import ABI_VERSION
 from kvgraph.runtime.folder import ArtifactFolder, state_of
 from kvgraph.runtime.intact import require_intact
 from kvgraph.runtime.machine import require_machine, require_threads
+from kvgraph.runtime.ranks.launched import Launched, launched
 from kvgraph.signal_handlers import reraise_if_signalled
 
 if TYPE_CHECKING:
-    from kvgraph.runtime.ranks.launched import Launched
     from kvgraph.runtime.sessions.base import Session
+
+
+class Pending(NamedTuple):
+    """A check of hashes that is still to be done."""
+
+    again: bool
+    """Whether files with a valid stamp are hashed too."""
+    rank: int | None
+    """The rank of torchrun whose files are checked; None: all files."""
 
 
 @dataclass(frozen=True)
 class Artifact(ArtifactFolder):
     """An artifact folder that `compile` wrote."""
+
+    pending: Pending | None = field(default=None, compare=False, repr=False)
+    """The check of the files' hashes that comes before a session opens them."""
 
     def session(
         self,
@@ -51,12 +63,13 @@ class Artifact(ArtifactFolder):
         this process and share its cores. RankError if a rank is missing or differs.
         """
         require_threads(num_threads)
-        make = partial(_make, kind)
+        opened = self.checked() if self.pending is None or self.pending.rank is None else self
+        make = partial(opened._make, kind)
         if self.ranks == 1:
-            return make(self, num_threads)
+            return make(opened, num_threads)
         from kvgraph.runtime.ranks.sessions import open_leader
 
-        return open_leader(self, make, num_threads, collective_timeout)
+        return open_leader(opened, make, num_threads, collective_timeout)
 
     def follow(
         self,
@@ -68,13 +81,29 @@ class Artifact(ArtifactFolder):
     ) -> None:
         """Run this process's rank, one above 0 under torchrun, until rank 0 is done.
 
-        The arguments are those of `session`. `joined`: called once all ranks have met. RankError
-        if rank 0 is gone or differs.
+        The arguments are those of `session`. `joined`: called once this rank has met the others
+        and opened its session. RankError if rank 0 is gone or differs.
         """
         from kvgraph.runtime.ranks import sessions as ranks
 
         require_threads(num_threads)
-        ranks.follow(self, partial(_make, kind), num_threads, collective_timeout, joined)
+        ranks.follow(self, partial(self._make, kind), num_threads, collective_timeout, joined)
+
+    def checked(self) -> Artifact:
+        """The artifact after the pending check of its files, if there is one. ArtifactError as in
+        `load`."""
+        if self.pending is None:
+            return self
+        again, rank = self.pending
+        require_intact(self.folder, self.manifest, again=again, rank=rank)
+        return replace(self, pending=None)
+
+    def _make(self, kind: str | None, part: ArtifactFolder, num_threads: int | None) -> Session:
+        """Open the session of one rank; `part`: this artifact for that rank."""
+        from kvgraph.runtime import sessions
+
+        self.checked()
+        return sessions.create(part, kind, num_threads)
 
     def require_consistent(self) -> None:
         """Raise ArtifactError unless ops, bindings, layout and files fit this kvgraph."""
@@ -118,26 +147,32 @@ class Artifact(ArtifactFolder):
         require_machine(self.manifest.target, f"{self.folder / 'manifest.json'}")
 
 
-def _make(kind: str | None, artifact: ArtifactFolder, num_threads: int | None) -> Session:
-    from kvgraph.runtime import sessions
-
-    return sessions.create(artifact, kind, num_threads)
-
-
 def load(folder: str | Path, *, verify: bool | None = None) -> Artifact:
     """Read the manifest of `folder`, check that this machine can run it, and hash its files.
 
     Files that this user's cache folder lists as intact, and that have not changed since, are not
     hashed again, unless `verify` is True. `verify` False skips hashes and sizes, but not the
     checks of the manifest. ArtifactError names the file or field and both values in one sentence.
+
+    For a rank of torchrun, `session` or `follow` hashes the files that the rank reads, once all
+    ranks have met.
     """
+    artifact = read(folder, verify=verify)
+    is_rank = artifact.pending is not None and artifact.pending.rank is not None
+    return artifact if is_rank else artifact.checked()
+
+
+def read(folder: str | Path, *, verify: bool | None = None) -> Artifact:
+    """Read an artifact as `load` does, except that `session` or `follow` hashes its files."""
     folder = as_path("artifact", folder)
     seen = state_of(folder / MANIFEST_NAME)
     artifact = Artifact(folder, read_manifest(folder), seen=seen)
     artifact.require_machine()
     artifact.require_consistent()
     if verify is not False:
-        require_intact(folder, artifact.manifest, again=verify is True)
+        own = launched() if artifact.ranks > 1 else None
+        pending = Pending(verify is True, None if own is None else own.rank)
+        artifact = replace(artifact, pending=pending)
     with suppress(OSError):  # the working folder no longer exists
         artifact = replace(artifact, folder=folder.absolute())
     return artifact

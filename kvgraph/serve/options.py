@@ -18,7 +18,7 @@ class ServeOptions:
     max_queued_tokens: int | None = None
     api_keys: tuple[str, ...] = ()
     """Accepted keys; required for all paths but /, /health and /ready. Empty: no key is needed."""
-    drain_seconds: float = 30.0
+    drain_seconds: float = 15.0
     """Time for which running requests continue after SIGTERM."""
     metrics_prefix: str = "kvgraph:"
     log_prompts: bool = False

@@ -29,6 +29,7 @@ from kvgraph.serve.log import LinesOfOthers, write_line
 from kvgraph.serve.options import ServeOptions
 from kvgraph.serve.service import EngineService, Service
 from kvgraph.serve.unix_socket import listen_at, place_of
+from kvgraph.signal_handlers import is_heard
 
 CLOSING_SECONDS = 5
 """Time for connections that are open after the last request has ended."""
@@ -121,7 +122,7 @@ class _Server(uvicorn.Server):
     async def main(self, listening: socket.socket) -> None:
         """Serve at once, and load meanwhile."""
         loading = asyncio.ensure_future(self._load())
-        if signal.getsignal(signal.SIGHUP) is signal.SIG_DFL:  # not under nohup
+        if is_heard(signal.SIGHUP):
             loop = asyncio.get_running_loop()
             loop.add_signal_handler(signal.SIGHUP, self.handle_exit, signal.SIGHUP, None)
         try:
@@ -133,11 +134,13 @@ class _Server(uvicorn.Server):
             raise self._failure
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """uvicorn's, which closes what listens: from then on the path may be another process's."""
+        """uvicorn's, which closes what listens: from then on the path may be another process's.
+
+        Meanwhile requests end with an error, which clients can take while tiers and ranks end."""
         if self._uds is not None and place_of(self._uds) == self._place:
             with suppress(OSError):
                 self._uds.unlink()
-        await super().shutdown(sockets)
+        await asyncio.gather(super().shutdown(sockets), self._service.close())
 
     async def _load(self) -> None:
         try:
@@ -145,7 +148,8 @@ class _Server(uvicorn.Server):
         except asyncio.CancelledError:
             raise
         except BaseException as error:
-            self._fail(error)
+            if not self._service.is_draining:  # a signal ends other ranks too, maybe first
+                self._fail(error)
             return
         if self._service.is_draining:
             return
@@ -178,7 +182,6 @@ class _Server(uvicorn.Server):
         end = loop.time() + self._service.options.drain_seconds
         while self._is_busy() and loop.time() < end and not self.should_exit:
             await asyncio.sleep(0.01)
-        await self._service.close()
         self.should_exit = True
 
     def _is_busy(self) -> bool:

@@ -175,6 +175,36 @@ def test_a_port_in_use() -> None:
             hosts.lead(own, FACTS, 1.0)
 
 
+def test_an_address_of_another_machine() -> None:
+    """No thread is left that waits in C++: it would abort the process at its end."""
+    before = set(threading.enumerate())
+    own = Launched(0, 2, "run", 1, "192.0.2.1", free_port())
+    with pytest.raises(RankError, match=r"got no answer in 0.5 s .*; set MASTER_ADDR to an"):
+        hosts.lead(own, FACTS, 0.5)
+    assert set(threading.enumerate()) <= before
+
+
+def test_a_command_does_not_wait_for_a_meeting_that_was_given_up() -> None:
+    """At the interpreter's end its thread could return from C++, which aborts the process."""
+    code = (
+        "import atexit, sys, threading, types\n"
+        "import kvgraph\n"
+        "from kvgraph import __main__\n"
+        "from kvgraph.runtime.ranks import hosts\n"
+        "def main():\n"
+        "    atexit.register(print, 'the interpreter ends')\n"
+        "    try:\n"
+        "        hosts._in_thread(threading.Event().wait, lambda: 1 / 0)\n"
+        "    except ZeroDivisionError:\n"
+        "        print('given up')\n"
+        "        sys.exit(2)\n"
+        "kvgraph.cli = sys.modules['kvgraph.cli'] = types.SimpleNamespace(main=main)\n"
+        "__main__.main()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (2, "given up\n", "")
+
+
 @pytest.mark.parametrize("port", ["0", "-1", "65536"])
 def test_ports_that_are_none(port: str) -> None:
     given = environment(0, 2, "x", LOCAL_WORLD_SIZE="1") | {"MASTER_PORT": port}
@@ -197,7 +227,7 @@ def test_a_service_that_says_nothing_at_the_port(rank: int) -> None:
         silent.bind((HERE, 0))
         silent.listen()
         own = Launched(rank, 2, "run", 1, HERE, silent.getsockname()[1], rank == 0)
-        sentence = "rank 0: expected the run's store at .* got no answer in 0.5 s; set MASTER_PORT"
+        sentence = "rank 0: expected the run's store at .* got no answer in 0.5 s; set MASTER_ADDR"
         with pytest.raises(RankError, match=sentence):
             (hosts.follow if rank else hosts.lead)(own, FACTS, 0.5)
 

@@ -142,7 +142,8 @@ def test_a_change_that_no_time_shows_is_found_where_it_is_asked_for(
     kvgraph.load(artifact)
     damage(artifact / NAME)
     (stamp,) = stamps(cache)
-    intact._write(stamp, intact._stamp(artifact, kvgraph.load(artifact, verify=False).manifest))
+    files = kvgraph.load(artifact, verify=False).manifest.files
+    intact._write(stamp, intact._stamp(artifact, files))
     assert kvgraph.load(artifact).folder == artifact
     text = tmp_path / "text"
     text.write_text("x")
@@ -169,6 +170,27 @@ def test_a_change_while_the_files_are_hashed(
         kvgraph.load(artifact)
     with pytest.raises(ArtifactError, match=CHANGED):
         kvgraph.load(artifact)
+
+
+def test_the_stamp_of_all_files_serves_a_rank(
+    compiled: Compiled, cache: Path, hashed: Hashed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = compiled("tiny-llama", tp=2)
+    kvgraph.load(folder)
+    environment = {"RANK": "1", "WORLD_SIZE": "2"}
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    kvgraph.load(folder).checked()
+    assert len(hashed) == 1
+    (whole,) = stamps(cache)
+    whole.unlink()
+    for _ in range(2):
+        kvgraph.load(folder).checked()
+    assert len(hashed) == 2
+    for name in environment:
+        monkeypatch.delenv(name)
+    kvgraph.load(folder)
+    assert len(hashed) == 3, "the stamp of a rank is not one of all files"
 
 
 def test_files_that_changed_just_now_get_no_stamp(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import signal
 import socketserver
 import time
@@ -13,10 +14,12 @@ import pytest
 import uvicorn
 
 from kvgraph import Engine, SamplingParams
+from kvgraph.cli.serve import serve as command
 from kvgraph.kv.tiers import workers
+from kvgraph.runtime.ranks import gloo
 from kvgraph.serve.app import make_app
 from kvgraph.serve.options import ServeOptions
-from kvgraph.serve.server import _Server
+from kvgraph.serve.server import CLOSING_SECONDS, _Server, listen
 from kvgraph.serve.service import EngineService
 from tests.serve.running import SECONDS, serving
 from tests.support.redis_server import answering
@@ -57,6 +60,13 @@ def test_a_signal_ends_a_server_whose_tier_is_slow(artifact: Path, tmp_path: Pat
         assert "copies of pages are dropped unwritten" in server.log()
 
 
+def test_a_server_ends_within_the_grace_period_of_torchrun_and_kubernetes() -> None:
+    longest = max(CLOSING_SECONDS, workers.CLOSE_SECONDS + gloo.CLOSING_SECONDS)
+    assert ServeOptions().drain_seconds + longest < 30
+    given = inspect.signature(command).parameters["drain_seconds"].default
+    assert given == ServeOptions().drain_seconds
+
+
 def test_a_second_signal_waits_for_no_tier(artifact: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(workers, "CLOSE_SECONDS", 600.0)
 
@@ -70,13 +80,19 @@ def test_a_second_signal_waits_for_no_tier(artifact: Path, monkeypatch: pytest.M
         async for _ in await runner.submit([5 + i % 900 for i in range(1600)], once):
             pass
         server = _Server(uvicorn.Config(make_app(service), lifespan="off"), service)
+        listening = listen("127.0.0.1", 0)
+        address = listening.getsockname()
+        serving = asyncio.create_task(server.serve([listening]))
+        while not server.started:
+            await asyncio.sleep(0.01)
         server.handle_exit(signal.SIGTERM, None)
-        await asyncio.sleep(0.3)
-        assert not server.should_exit, "it waits for the tier"
+        await asyncio.sleep(1.0)
+        assert not serving.done(), "it waits for the tier"
+        with pytest.raises(ConnectionRefusedError):  # clients have their 5 seconds meanwhile
+            await asyncio.open_connection(*address)
         server.handle_exit(signal.SIGTERM, None)
         async with asyncio.timeout(60):
-            await service.close()
-        assert server.should_exit
+            await serving
 
     with answering(Far) as url:
         asyncio.run(task(url))

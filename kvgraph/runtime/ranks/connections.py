@@ -22,6 +22,11 @@ HELLO = struct.Struct("32s i 4s")
 """The run's secret, the rank, and the purpose of the connection (LIFE or STEP)."""
 LIFE, STEP = b"life", b"step"
 
+STORE_HINT = (
+    "set MASTER_ADDR to an address of rank 0's machine, and MASTER_PORT to a port that nothing "
+    "else has"
+)
+
 HELLO_SECONDS = 5.0
 RETRY_SECONDS = 0.05
 
@@ -58,6 +63,14 @@ def _host_of(interface: str) -> str:
         return socket.inet_ntoa(fcntl.ioctl(probe.fileno(), SIOCGIFADDR, request)[20:24])
 
 
+def listen_for_store(port: int) -> socket.socket:
+    """Listen at the run's port, on all networks of this machine."""
+    if socket.has_dualstack_ipv6():
+        with suppress(OSError):  # IPv6 may be off
+            return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True)
+    return socket.create_server(("", port))
+
+
 def wait_for_port(own: Launched, timeout: float) -> None:
     """Wait until the run's store accepts connections; RankError after `timeout` seconds."""
     end = time.monotonic() + timeout
@@ -68,8 +81,8 @@ def wait_for_port(own: Launched, timeout: float) -> None:
         except OSError as error:
             if time.monotonic() > end:
                 raise RankError(
-                    f"rank 0: expected it to join within {timeout:g} s, got no answer: no "
-                    f"store at {own.address}:{own.port} ({error})"
+                    f"rank 0: expected the run's store at {own.address}:{own.port}, got no answer "
+                    f"in {timeout:g} s ({error}); {STORE_HINT}"
                 ) from error
             time.sleep(RETRY_SECONDS)
 

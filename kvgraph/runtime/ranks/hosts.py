@@ -12,6 +12,7 @@ from __future__ import annotations
 import ipaddress
 import json
 import secrets
+import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -24,10 +25,12 @@ from typing import TYPE_CHECKING, TypeVar
 from kvgraph.errors import MissingDependencyError, RankError
 from kvgraph.ops.group import Gather, Group, shared_bytes
 from kvgraph.runtime.ranks.connections import (
+    STORE_HINT,
     Connections,
     close_all,
     connect,
     listen,
+    listen_for_store,
     own_host,
     require_all,
     wait_for_port,
@@ -43,6 +46,9 @@ if TYPE_CHECKING:
 Made = TypeVar("Made")
 
 RETRY_SECONDS = 0.05
+
+MEETING = "kvgraph-meeting"
+"""Name of the threads of `_in_thread`."""
 
 PARTING_SECONDS = 2.0
 """Time that rank 0 stays after a refusal, so that others can read it: it may host the store."""
@@ -127,10 +133,17 @@ def _in_thread(make: Callable[[], Made], look: Callable[[], None]) -> Made:
         except BaseException as error:
             made.set_exception(error)
 
-    threading.Thread(target=run, daemon=True).start()
+    threading.Thread(target=run, name=MEETING, daemon=True).start()
     while not wait([made], RETRY_SECONDS).done:
         look()
     return made.result()
+
+
+def is_meeting() -> bool:
+    """Whether a thread of `_in_thread` runs, even if its caller has given up.
+
+    If it returned from C++ while the interpreter exits, the process would be aborted."""
+    return any(thread.name == MEETING for thread in threading.enumerate())
 
 
 # -- the store
@@ -143,8 +156,20 @@ def _store(own: Launched, timeout: float) -> Store:
 
     serves = own.rank == 0 and not own.is_store_there
     where, end = f"{own.address}:{own.port}", time.monotonic() + timeout
-    if not serves:
+    listener: socket.socket | None = None
+    if serves:
+        try:
+            listener = listen_for_store(own.port)
+        except OSError as error:
+            raise RankError(
+                f"rank 0: expected a free port for the run's store at {where}, got {error}"
+            ) from error
+    try:
         wait_for_port(own, timeout)  # torch's own deadline can be seconds late
+    except BaseException:
+        if listener is not None:
+            listener.close()
+        raise
 
     def make() -> Store:
         whole = TCPStore(
@@ -154,6 +179,7 @@ def _store(own: Launched, timeout: float) -> Store:
             is_master=serves,
             timeout=timedelta(seconds=timeout),
             wait_for_workers=False,
+            master_listen_fd=None if listener is None else listener.detach(),
         )
         store = PrefixStore(own.run, whole)
         return PrefixStore(str(store.add(f"meetings of rank {own.rank}", 1)), store)
@@ -162,7 +188,7 @@ def _store(own: Launched, timeout: float) -> Store:
         if time.monotonic() > end:
             raise RankError(
                 f"rank 0: expected the run's store at {where}, got no answer in {timeout:g} s; "
-                "set MASTER_PORT to a port that nothing else has"
+                f"{STORE_HINT}"
             )
 
     try:
@@ -171,10 +197,6 @@ def _store(own: Launched, timeout: float) -> Store:
         raise
     except RuntimeError as error:
         why = str(error).splitlines()[0]
-        if serves:
-            raise RankError(
-                f"rank 0: expected a free port for the run's store at {where}, got {why}"
-            ) from error
         raise RankError(f"rank 0: expected the run's store at {where}, got {why}") from error
 
 

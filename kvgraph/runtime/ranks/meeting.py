@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import os
+import select
 import socket
 import struct
 import time
@@ -16,13 +17,15 @@ from contextlib import suppress
 from hashlib import sha256
 
 from kvgraph.errors import RankError
-from kvgraph.ops.group import Group, shared_bytes
+from kvgraph.ops.group import Group, is_readable, shared_bytes
 from kvgraph.runtime.ranks.launched import Launched
 from kvgraph.runtime.ranks.wire import Wire, mapped, require_linux, shared_file
 
 RETRY_SECONDS = 0.05
 HELLO_SECONDS = 2.0
 """Time in which a connected process must send its rank."""
+PARTING_SECONDS = 2.0
+"""Time in which a process that has failed ends."""
 CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
 
 Facts = Mapping[str, object]
@@ -102,11 +105,21 @@ def _hello(connection: socket.socket, seconds: float) -> tuple[int, Facts] | Non
 def follow(own: Launched, facts: Facts, timeout: float) -> tuple[Group, Wire]:
     """Meet rank 0. Return the group, and the connection to rank 0. RankError as in `lead`."""
     require_linux()
-    wire = Wire(_connected(own, timeout), 0)
+    connection = _connected(own, timeout)
+    wire = Wire(connection, 0)
     try:
         wire.limit(timeout)
-        wire.send({"rank": own.rank, "facts": dict(facts)})
-        said, _, file = wire.receive()
+        try:
+            wire.send({"rank": own.rank, "facts": dict(facts)})
+            said, _, file = wire.receive()
+        except RankError as error:
+            if is_readable(connection.fileno()) and _runs_on(_credentials(connection)[0]):
+                raise RankError(
+                    f"rank {own.rank}: expected to be the only one of its run, got a run that has "
+                    f"all ranks; end this process or the other one with RANK={own.rank}, and "
+                    "start each rank once"
+                ) from error
+            raise
         if "refused" in said:
             raise RankError(said["refused"])
         assert file is not None
@@ -117,6 +130,20 @@ def follow(own: Launched, facts: Facts, timeout: float) -> tuple[Group, Wire]:
     except BaseException:
         wire.close()
         raise
+
+
+def _runs_on(pid: int) -> bool:
+    """Whether a process goes on for PARTING_SECONDS: it does not end because it has failed."""
+    try:
+        exit = os.pidfd_open(pid)
+    except OSError:
+        return False
+    ready = select.poll()
+    ready.register(exit, select.POLLIN)
+    try:
+        return not ready.poll(PARTING_SECONDS * 1000)
+    finally:
+        os.close(exit)
 
 
 def _group(file: int, own: Launched, pids: Sequence[int], timeout: float) -> Group:

@@ -27,7 +27,7 @@ COLLECTIVE_TIMEOUT = 60.0
 MOST_TIMEOUT = 86_400.0
 
 OPENING_SECONDS = 600.0
-"""Time in which a rank must open its part of the weights."""
+"""Time in which a rank must hash its files and open its part of the weights."""
 
 Make = Callable[[ArtifactFolder, int], Session]
 """`make(artifact, num_threads)` opens the session of one rank."""
@@ -57,7 +57,13 @@ def open_leader(
     group, wires = where.lead(own, _facts(artifact), seconds)
     for wire in wires:
         wire.limit(OPENING_SECONDS)
-    session = make(artifact, _threads(artifact, num_threads, own.here))
+    try:
+        session = make(artifact, _threads(artifact, num_threads, own.here))
+    except BaseException:  # the others learn of it by the end of their connections
+        group.close()
+        for wire in wires:
+            wire.close()
+        raise
     return LeaderSession(session, group, wires, maps_pools=own.is_on_one_machine)
 
 
@@ -70,7 +76,7 @@ def follow(
 ) -> None:
     """Run this process's rank until the leader is done; RankError if the leader is lost.
 
-    `joined`: called once all ranks have met.
+    `joined`: called once this rank has met the others and opened its session.
     """
     own = launched()
     if own is None or own.rank == 0:
@@ -83,9 +89,15 @@ def follow(
     _require_one_machine_of_gpus(artifact, own)
     where = meeting if own.is_on_one_machine else hosts
     group, wire = where.follow(own, _facts(artifact), seconds)
+    try:
+        part = replace(artifact, rank=own.rank)
+        session = make(part, _threads(artifact, num_threads, own.here))
+    except BaseException:
+        group.close()
+        wire.close()
+        raise
     joined(own)
-    part = replace(artifact, rank=own.rank)
-    Follower(make(part, _threads(artifact, num_threads, own.here)), group, wire).serve()
+    Follower(session, group, wire).serve()
 
 
 def _seconds(timeout: float | None) -> float:

@@ -150,10 +150,21 @@ def require_linux() -> None:
 
 
 def shared_file(nbytes: int) -> int:
-    """A descriptor of `nbytes` of zeroed memory that processes can share; the caller closes it."""
+    """A descriptor of `nbytes` of zeroed memory that processes can share; the caller, which is
+    rank 0, closes it. RankError if the system refuses it."""
     require_linux()
-    file = os.memfd_create("kvgraph", os.MFD_CLOEXEC)
-    os.ftruncate(file, max(nbytes, 1))
+    try:
+        file = os.memfd_create("kvgraph", os.MFD_CLOEXEC)
+        try:
+            os.ftruncate(file, max(nbytes, 1))
+        except BaseException:
+            os.close(file)
+            raise
+    except OSError as error:
+        raise RankError(
+            f"rank 0: expected {nbytes} bytes of memory to share with other ranks, got "
+            f"{error.strerror!r}; raise the limits of its process (ulimit -f, ulimit -n)"
+        ) from error
     return file
 
 

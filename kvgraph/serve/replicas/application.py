@@ -33,6 +33,7 @@ from kvgraph.serve.replicas.address import hold
 from kvgraph.serve.replicas.report import DECODE, PREFILL
 from kvgraph.serve.replicas.router import PageRouter
 from kvgraph.serve.server import url_of
+from kvgraph.signal_handlers import is_heard
 
 APPLICATION = "kvgraph"
 NAMESPACE = "kvgraph"
@@ -88,7 +89,7 @@ class _Ending:
     def listen(self) -> None:
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, self._handle)
-        if signal.getsignal(signal.SIGHUP) is signal.SIG_DFL:  # not under nohup
+        if is_heard(signal.SIGHUP):
             signal.signal(signal.SIGHUP, self._handle)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
