@@ -205,7 +205,7 @@ class Engine(Chats, NotCopyable):
         rows = self.scheduler
         waiting = len(rows.waiting) + len(rows.loading)
         done = self.generated_tokens, rows.preemptions, self.failed_requests, self.repairs
-        return EngineStats(len(rows.running), waiting, *done, **cache_stats(self.kv))
+        return EngineStats(len(rows.running), waiting, *done, **cache_stats(self.kv, rows.prompts))
 
     def __repr__(self) -> str:
         return f"<Engine {self.artifact.folder.name}: {self.stats()}>"

@@ -33,7 +33,7 @@ from kvgraph.runtime.guide import Guide
 from kvgraph.runtime.logprobs import PromptScores
 from kvgraph.runtime.pace import Pace
 from kvgraph.runtime.sampling import FinishReason, TokenSource
-from kvgraph.runtime.stats import RequestStats
+from kvgraph.runtime.stats import PromptCounts, RequestStats
 from kvgraph.runtime.text import TextStream
 
 LOOK_AHEAD = 8
@@ -159,6 +159,7 @@ class Scheduler:
     loading: list[Request] = field(default_factory=list)
     running: list[Request] = field(default_factory=list)
     preemptions: int = 0
+    prompts: PromptCounts = field(default_factory=PromptCounts)
     _arrivals: int = 0
 
     def require_room(self, request: Request) -> None:
@@ -234,7 +235,7 @@ class Scheduler:
         for request in [r for r in self.loading if r.context.request_id in ended]:
             self.loading.remove(request)
             if ended[request.context.request_id]:
-                request.stats.start(request.context.processed_length)
+                self.prompts.start(request.stats, request.context.processed_length)
                 insort(self.running, request, key=_ARRIVAL)
             else:
                 self.kv.release(request.context.request_id)
@@ -323,7 +324,7 @@ class Scheduler:
             if self.kv.is_loading(context.request_id):
                 insort(self.loading, request, key=_ARRIVAL)
                 continue
-            request.stats.start(context.processed_length)
+            self.prompts.start(request.stats, context.processed_length)
             budget -= context.active_length
             insort(self.running, request, key=_ARRIVAL)
             admitted.append(request)

@@ -23,11 +23,6 @@ class RequestStats:
     first_token: float | None = None
     ended: float | None = None
 
-    def start(self, cached_tokens: int) -> None:
-        """Record the first admission; a later one, after a preemption, changes nothing."""
-        if self.started is None:
-            self.started, self.cached_tokens = perf_counter(), cached_tokens
-
     @property
     def queue_seconds(self) -> float | None:
         return _between(self.submitted, self.started)
@@ -52,11 +47,27 @@ class RequestStats:
         return _between(self.submitted, self.ended)
 
 
+@dataclass(slots=True)
+class PromptCounts:
+    """Tokens of the prompts of all requests that were admitted."""
+
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+
+    def start(self, stats: RequestStats, cached_tokens: int) -> None:
+        """Record a first admission; a later one, after a preemption, changes nothing."""
+        if stats.started is None:
+            stats.started, stats.cached_tokens = perf_counter(), cached_tokens
+            self.prompt_tokens += stats.prompt_tokens
+            self.cached_tokens += cached_tokens
+
+
 class CacheStats(TypedDict, total=False):
     """Fields of EngineStats that a paged cache provides."""
 
     prompt_tokens: int
     cached_tokens: int
+    computed_tokens: int
     num_free_pages: int
     num_pages: int
 
@@ -77,8 +88,11 @@ class EngineStats:
     num_failed_requests: int
     num_repairs: int
     prompt_tokens: int = 0
-    """Tokens of prompts that were admitted: computed, or taken from the prefix cache."""
+    """Tokens of prompts that were admitted; a preempted request counts once."""
     cached_tokens: int = 0
+    """Tokens of them that the first admission took from the prefix cache."""
+    computed_tokens: int = 0
+    """Tokens that were computed as parts of prompts; a preempted request counts again."""
     num_free_pages: int | None = None
     """Pages that no request holds, including cached ones."""
     num_pages: int | None = None
@@ -97,14 +111,14 @@ class EngineStats:
         return ", ".join(parts)
 
 
-def cache_stats(kv: KVCacheManager) -> CacheStats:
+def cache_stats(kv: KVCacheManager, prompts: PromptCounts) -> CacheStats:
     """Statistics of a paged cache; empty for any other cache."""
     if not isinstance(kv, PagedKVCacheManager):
         return {}
-    metrics = kv.get_metrics_aggregated()
     return {
-        "prompt_tokens": metrics.prompt_tokens,
-        "cached_tokens": metrics.cache_tokens,
+        "prompt_tokens": prompts.prompt_tokens,
+        "cached_tokens": prompts.cached_tokens,
+        "computed_tokens": kv.get_metrics_aggregated().input_tokens,
         "num_free_pages": kv.num_free_blocks(),
         "num_pages": kv.total_num_blocks(),
     }

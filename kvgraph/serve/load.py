@@ -58,7 +58,7 @@ class LoadMeter:
         """Measure the step that ended. Call it in the engine's thread."""
         now, old, stats = perf_counter(), self.load, self._engine.stats()
         seconds = now - self._began
-        computed = _computed(stats) - _computed(old.stats)
+        computed = stats.computed_tokens - old.stats.computed_tokens
         rate = old.prefill_rate
         if computed > 0:
             measured = computed / seconds
@@ -69,10 +69,6 @@ class LoadMeter:
             between = between + SMOOTHING * (lasted - between) if between else lasted
             self._last_end = now
         self.load = Load(stats, rate, between, seconds)
-
-
-def _computed(stats: EngineStats) -> int:
-    return stats.prompt_tokens - stats.cached_tokens
 
 
 class Admission:

@@ -8,10 +8,8 @@ import os
 import resource
 import shutil
 import sqlite3
-import subprocess
-import sys
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,14 +17,13 @@ from typing import Any
 import pytest
 
 from kvgraph.errors import StoreError
-from kvgraph.kv.tiers.disk import generation, index, tools
+from kvgraph.kv.tiers.disk import generation, tools
 from kvgraph.kv.tiers.disk import store as disk
 from kvgraph.kv.tiers.disk.index import Index
 from kvgraph.kv.tiers.disk.store import DiskStore
 from tests.kv.disk_pages import (
     KEYS,
     MODEL,
-    SIZE,
     all_right,
     got,
     held,
@@ -218,57 +215,6 @@ def test_a_folder_that_was_removed_is_no_damage_to_the_next_one(
     assert os.listdir(tmp_path / "t") == ["kvgraph-1.1"]
 
 
-@contextmanager
-def locked_index(folder: Path) -> Iterator[None]:
-    """As another process holds it in the middle of a change."""
-    path = folder / "kvgraph-1.1" / "index.sqlite"
-    with closing(sqlite3.connect(path, isolation_level=None)) as other:
-        other.execute("BEGIN EXCLUSIVE")
-        yield
-        other.execute("ROLLBACK")
-
-
-def with_a_page(folder: Path, monkeypatch: pytest.MonkeyPatch) -> DiskStore:
-    """A store of one page, which waits for a lock for a moment only."""
-    monkeypatch.setattr(index, "LOCK_SECONDS", 0.02)
-    store = opened(folder)
-    put(store, 0)
-    store.flush()
-    return store
-
-
-def test_a_lock_that_is_not_released_pauses_the_store(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    store = with_a_page(tmp_path, monkeypatch)
-    with locked_index(tmp_path):
-        assert got(store, 0) is None
-    assert got(store, 0) is None, "it pauses"
-    assert not store.write(KEYS[1], [memoryview(page(1))])
-    monkeypatch.setattr(store, "_usable_at", 0.0)
-    assert got(store, 0) == page(0)
-    store.close()
-
-
-def test_pages_that_a_lock_keeps_from_the_index_are_published_later(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(index, "LOCK_SECONDS", 0.02)
-    store = opened(tmp_path)
-    put(store, 0, 1)
-    with locked_index(tmp_path):
-        store.flush()
-    assert store.stats().problem
-    monkeypatch.setattr(store, "_usable_at", 0.0)
-    store.flush()
-    assert store.stats().dropped == 0
-    another = opened(tmp_path)
-    assert held(another) == [0, 1]
-    assert all(all_right(another, 2))
-    another.close()
-    store.close()
-
-
 def test_pages_that_the_index_had_no_room_for_are_published_later(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -288,72 +234,6 @@ def test_pages_that_the_index_had_no_room_for_are_published_later(
     assert held(another) == [0, 1, 2]
     another.close()
     store.close()
-
-
-def test_a_clear_that_fails_is_done_before_the_store_answers_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    store = with_a_page(tmp_path, monkeypatch)
-    put(store, 1)
-    with locked_index(tmp_path):
-        store.clear()
-    assert held(store) == [], "it pauses"
-    monkeypatch.setattr(store, "_usable_at", 0.0)
-    assert held(store) == []
-    put(store, 1)
-    assert (got(store, 0), got(store, 1)) == (None, page(1))
-    store.close()
-    assert held(opened(tmp_path)) == [1]
-
-
-def test_a_clear_that_failed_is_tried_again_as_the_store_closes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    store = with_a_page(tmp_path, monkeypatch)
-    with locked_index(tmp_path):
-        store.clear()
-    store.close()
-    assert held(opened(tmp_path)) == []
-
-
-def test_a_store_that_closes_before_it_is_emptied_says_so(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    store = with_a_page(tmp_path, monkeypatch)
-    with locked_index(tmp_path):
-        store.clear()
-        caplog.clear()
-        store.close()
-        store.close()
-    told = [one for one in caplog.messages if "could not be emptied" in one]
-    assert len(told) == 1
-    assert told[0].endswith(f"run kvgraph cache clear {tmp_path}")
-    tools.clear(tmp_path)
-    assert held(opened(tmp_path)) == []
-
-
-def test_room_that_the_dead_claimed_is_free_again(tmp_path: Path) -> None:
-    store = opened(tmp_path, pages=1)
-    code = (
-        "import os; from pathlib import Path; from kvgraph.kv.tiers.disk.store import DiskStore; "
-        f"store = DiskStore(Path({str(tmp_path)!r}), {SIZE}, {MODEL!r}, {SIZE}); "
-        f"assert store._files and store._claim(store._files, {SIZE}); os._exit(0)"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True)
-    put(store, 0)
-    assert got(store, 0) == page(0)
-    store.close()
-
-
-def test_room_that_the_living_claim_is_not(tmp_path: Path) -> None:
-    one, two = opened(tmp_path, pages=1), opened(tmp_path, pages=1)
-    assert one._files is not None
-    assert one._claim(one._files, SIZE)
-    assert not two.write(KEYS[0], [memoryview(page(0))])
-    assert two.stats().dropped == 1
-    one.close()
-    put(two, 0)
-    two.close()
 
 
 def test_generations_are_told_from_other_names(tmp_path: Path) -> None:

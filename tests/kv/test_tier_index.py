@@ -26,7 +26,9 @@ class Disk:
         self.blocks: set[Slot] = set()
         self.claimed: list[tuple[Slot, str]] = []
         self.time = 0
-        self.index = Index(PrivateFolder(folder, "index"), MODEL, self.blocks.discard)
+        self.index = Index(
+            PrivateFolder(folder, "index"), MODEL, self.blocks.discard, lambda: False
+        )
 
     def claim(self, stride: int, count: int, owner: str = "one", limit: int = LIMIT) -> list[Slot]:
         slots, _ = self.index.claim(stride, count, limit, owner)

@@ -5,12 +5,16 @@ from __future__ import annotations
 import errno
 import json
 import os
+import shutil
 import sqlite3
+from contextlib import closing
 from hashlib import sha256
 from pathlib import Path
 
 import pytest
 
+from kvgraph.kv.tiers.disk import reading
+from kvgraph.kv.tiers.disk.index import PRAGMAS
 from kvgraph.kv.tiers.disk.store import DiskStore
 from tests.support.command_line import run
 
@@ -40,6 +44,52 @@ def test_stat(folder: Path) -> None:
     assert MODELS[0].hex()[:16] in text
     assert "24,960" in text
     assert "of another version of kvgraph: kvgraph-0.1" in text
+
+
+def test_stat_of_more_pages_than_are_read_at_once(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = run("cache", "stat", folder, "--json").out
+    monkeypatch.setattr(reading, "BATCH_ROWS", 3)
+    assert run("cache", "stat", folder, "--json").out == found
+
+
+def test_stat_changes_nothing(folder: Path) -> None:
+    """It also waits for no other process's change."""
+    (generation,) = folder.glob("kvgraph-1.*")
+    generation.chmod(0o755)
+    before = contents(folder)
+    with closing(sqlite3.connect(generation / "index.sqlite", isolation_level=None)) as other:
+        other.execute("BEGIN IMMEDIATE")
+        found = json.loads(run("cache", "stat", folder, "--json").out)
+        other.execute("ROLLBACK")
+    assert [model["pages"] for model in found["models"]] == [3, 5]
+    assert contents(folder) == before
+
+
+def contents(folder: Path) -> dict[Path, tuple[int, bytes]]:
+    """Mode and bytes of everything in the folder."""
+    return {
+        path: (path.stat().st_mode, path.read_bytes() if path.is_file() else b"")
+        for path in folder.rglob("*")
+    }
+
+
+def test_stat_after_a_kill_in_the_middle_of_a_change(folder: Path, tmp_path: Path) -> None:
+    (generation,) = folder.glob("kvgraph-1.*")
+    with closing(sqlite3.connect(generation / "index.sqlite", isolation_level=None)) as db:
+        db.executescript(PRAGMAS + "PRAGMA cache_size=1; BEGIN IMMEDIATE; DELETE FROM slots;")
+        db.execute("INSERT INTO taken SELECT 1 FROM (VALUES (1), (2)), (VALUES (1), (2))")
+        shutil.copytree(folder, tmp_path / "killed")
+    assert (tmp_path / "killed" / generation.name / "index.sqlite-journal").stat().st_size
+    found = json.loads(run("cache", "stat", tmp_path / "killed", "--json").out)
+    assert [model["pages"] for model in found["models"]] == [3, 5]
+
+
+def test_stat_of_an_index_that_is_not_made_yet(folder: Path) -> None:
+    (index,) = folder.glob("kvgraph-1.*/index.sqlite")
+    index.write_bytes(b"")
+    assert json.loads(run("cache", "stat", folder, "--json").out)["models"] == []
 
 
 def test_verify_removes_what_is_damaged(folder: Path) -> None:
@@ -97,7 +147,7 @@ def test_a_damaged_index_is_named_until_it_is_cleared(damage: str, folder: Path)
     assert sorted(path.name for path in folder.iterdir()) == ["kvgraph-0.1", "kvgraph-1.2"]
 
 
-@pytest.mark.parametrize("verb", ["stat", "verify", "clear"])
+@pytest.mark.parametrize("verb", ["verify", "clear"])
 def test_a_folder_that_cannot_be_written_is_named(
     verb: str, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -50,6 +50,11 @@ def test_a_preempted_request_counts_its_first_admission(artifact: Artifact) -> N
     done = engine.generate(prompts, greedy(40))
     assert engine.scheduler.preemptions > 0
     assert [each.cached_tokens for each in done] == [0, 0]
+    stats = engine.stats()
+    assert (stats.prompt_tokens, stats.cached_tokens) == (80, 0)
+    metrics = engine.kv.get_metrics_aggregated()
+    assert metrics.cache_tokens > 0, "it found its own pages"
+    assert stats.computed_tokens == metrics.input_tokens > 80
 
 
 def test_an_engine_tells_what_runs(artifact: Artifact) -> None:

@@ -263,6 +263,7 @@ COUNTERS = (
     "num_repairs",
     "prompt_tokens",
     "cached_tokens",
+    "computed_tokens",
 )
 """Fields of EngineStats that only grow."""
 

@@ -22,9 +22,25 @@ PASSING = {
 """Errors that are no sign of damage to the file."""
 
 
+class BusyError(sqlite3.OperationalError):
+    """Other processes changed or read the index for too long: it was not changed."""
+
+    sqlite_errorcode = sqlite3.SQLITE_BUSY
+
+
 def is_full(error: BaseException) -> bool:
     """Whether the disk had no room for a write of the index."""
     return getattr(error, "sqlite_errorcode", 0) & 0xFF == sqlite3.SQLITE_FULL
+
+
+@contextmanager
+def told_busy() -> Iterator[None]:
+    try:
+        yield
+    except sqlite3.OperationalError as error:
+        if getattr(error, "sqlite_errorcode", 0) & 0xFF == sqlite3.SQLITE_BUSY:
+            raise BusyError(str(error)) from error
+        raise
 
 
 @contextmanager
@@ -59,3 +75,7 @@ def slot_at(stride: object, slot: object) -> Slot:
     if not (stride > 0 and slot >= 0 and stride * (slot + 1) < 1 << 62):
         raise DamagedError(f"slot {stride}, {slot}")
     return Slot(stride, slot)
+
+
+def out_of_range(stride: object, slot: object, size: object, used: object) -> DamagedError:
+    return DamagedError(f"slot {stride!r}, {slot!r}: a page of {size!r} bytes, used at {used!r}")

@@ -26,21 +26,25 @@ class DamagedError(Exception):
 class PrivateFolder:
     """The folder `name` in `parent`, made if it is missing; only this user may read its entries.
 
-    StoreError if it is a link or belongs to another user. All calls may raise OSError.
+    `is_read`: it is neither made nor changed. StoreError if it is a link or belongs to another
+    user. All calls may raise OSError.
     """
 
-    def __init__(self, parent: Path, name: str) -> None:
+    def __init__(self, parent: Path, name: str, *, is_read: bool = False) -> None:
         self.path = parent / name
         top = open_top(parent)
         try:
-            with suppress(FileExistsError):
-                os.mkdir(name, 0o700, dir_fd=top)
+            if not is_read:
+                with suppress(FileExistsError):
+                    os.mkdir(name, 0o700, dir_fd=top)
             self._require_folder()
             self.fd = os.open(name, FOLDER, dir_fd=top)
         finally:
             os.close(top)
         try:
-            self._make_private()
+            self._require_own()
+            if not is_read:
+                self._make_private()
         except BaseException:
             self.close()
             raise
@@ -59,6 +63,11 @@ class PrivateFolder:
 
     def has(self, name: str) -> bool:
         return self._status(name) is not None
+
+    def size(self, name: str) -> int:
+        """Size of a file in bytes; 0 if it is missing."""
+        status = self._status(name)
+        return status.st_size if status else 0
 
     def require_file(self, name: str) -> None:
         """Raise DamagedError if `name` exists and is no file. The file is not opened, since closing
@@ -94,14 +103,16 @@ class PrivateFolder:
         if kind not in ("a folder", None):
             raise StoreError(f"disk tier {self.path}: expected a folder of this tier, got {kind}")
 
-    def _make_private(self) -> None:
+    def _require_own(self) -> None:
         status = os.fstat(self.fd)
         if status.st_uid != os.geteuid():
             raise StoreError(
                 f"disk tier {self.path}: expected a folder of user {os.geteuid()}, got one of user "
                 f"{status.st_uid}; a tier's folder serves one user, give another"
             )
-        if status.st_mode & 0o077:
+
+    def _make_private(self) -> None:
+        if os.fstat(self.fd).st_mode & 0o077:
             os.fchmod(self.fd, 0o700)
 
 

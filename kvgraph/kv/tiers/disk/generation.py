@@ -44,7 +44,10 @@ class Generation:
         self.slabs = Slabs(self._folder)
         try:
             self.owner = Owner(self._folder)
-            self.index = Index(self._folder, fingerprint, self.slabs.free)
+            self.index = Index(
+                self._folder, fingerprint, self.slabs.free, self.owner.is_index_trusted
+            )
+            self.owner.trust_index()
             self.remove_dead_owners()
         except BaseException:
             self.close()

@@ -17,7 +17,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 
-from kvgraph.kv.tiers.disk.damage import is_full, slot_at, told_damage, typed_rows
+from kvgraph.kv.tiers.disk.damage import (
+    is_full,
+    out_of_range,
+    slot_at,
+    told_busy,
+    told_damage,
+    typed_rows,
+)
 from kvgraph.kv.tiers.disk.folder import DamagedError, PrivateFolder
 from kvgraph.kv.tiers.disk.slabs import BLOCK, Slot
 
@@ -42,11 +49,9 @@ CREATE INDEX IF NOT EXISTS claims ON slots (owner) WHERE owner IS NOT NULL;
 CREATE TABLE IF NOT EXISTS taken (nbytes INTEGER) STRICT;
 """
 OUT_OF_RANGE = f"""
-SELECT stride, slot, size, used FROM slots WHERE stride < 1 OR slot < 0
-  OR slot >= (1 << 62) / stride - 1 OR key IS NOT NULL AND (
+  stride < 1 OR slot < 0 OR slot >= (1 << 62) / stride - 1 OR key IS NOT NULL AND (
     model IS NULL OR sum IS NULL OR used IS NULL OR used NOT BETWEEN 0 AND 1 << 62
     OR stride IS NOT max(1, (size + {BLOCK - 1}) / {BLOCK}) * {BLOCK})
-LIMIT 1
 """
 
 
@@ -69,23 +74,29 @@ class NewPage(NamedTuple):
 
 
 class Index:
-    """The index in `folder`. Calls raise DamagedError, or sqlite3.Error for temporary failures.
+    """The index in `folder`. Calls raise DamagedError, or sqlite3.Error for temporary failures:
+    BusyError from changes.
 
     `model`: fingerprint of the pages of all calls. Times are in ns. `give_back` frees the blocks of
-    a slot that becomes free, before another process can claim it.
+    a slot that becomes free, before another process can claim it. `is_trusted`, called while no
+    other process can change the index: whether it need not be checked.
     """
 
     def __init__(
-        self, folder: PrivateFolder, model: bytes, give_back: Callable[[Slot], None]
+        self,
+        folder: PrivateFolder,
+        model: bytes,
+        give_back: Callable[[Slot], None],
+        is_trusted: Callable[[], bool],
     ) -> None:
         self._model = model
         self._give_back = give_back
+        self._is_trusted = is_trusted
         self.taken = 0
         """Bytes of all slots that are not free, as last seen."""
         self._has_no_room = False
         self._gave_back = False  # whether this transaction freed blocks
-        for suffix in ("", "-journal", "-wal", "-shm"):
-            folder.require_file(INDEX + suffix)
+        require_index(folder)
         with told_damage():
             self._db = sqlite3.connect(
                 folder.path / INDEX,
@@ -113,18 +124,24 @@ class Index:
         with self._transaction():
             for statement in SCHEMA.split(";"):
                 self._db.execute(statement)
-            problems = self._db.execute("PRAGMA integrity_check(1)").fetchall()
-            if problems != [("ok",)]:
-                raise DamagedError(str(problems))
-            if row := self._db.execute(OUT_OF_RANGE).fetchone():
-                raise DamagedError(
-                    "slot {!r}, {!r}: a page of {!r} bytes, used at {!r}".format(*row)
-                )
-            self._db.execute("DELETE FROM taken")
-            self._db.execute(
-                "INSERT INTO taken SELECT ifnull(sum(stride), 0) FROM slots "
-                "WHERE key IS NOT NULL OR owner IS NOT NULL"
-            )
+            is_counted = self._db.execute("SELECT * FROM taken").fetchone() is not None
+            if not (is_counted and self._is_trusted()):
+                self._check()
+
+    def _check(self) -> None:
+        problems = self._db.execute("PRAGMA integrity_check(1)").fetchall()
+        if problems != [("ok",)]:
+            raise DamagedError(str(problems))
+        row = self._db.execute(
+            f"SELECT stride, slot, size, used FROM slots WHERE {OUT_OF_RANGE} LIMIT 1"
+        ).fetchone()
+        if row is not None:
+            raise out_of_range(*row)
+        self._db.execute("DELETE FROM taken")
+        self._db.execute(
+            "INSERT INTO taken SELECT ifnull(sum(stride), 0) FROM slots "
+            "WHERE key IS NOT NULL OR owner IS NOT NULL"
+        )
 
     # -- questions
 
@@ -151,15 +168,6 @@ class Index:
             ).fetchone()
             self.taken = self._taken()
         return own, all_ - own
-
-    def models(self) -> list[tuple[bytes, int, int, int]]:
-        """Fingerprint, number of pages, bytes of records and time of last use of each model."""
-        with told_damage():
-            rows = self._db.execute(
-                "SELECT model, count(*), sum(size), max(used) FROM slots WHERE key IS NOT NULL "
-                "GROUP BY model ORDER BY max(used) DESC"
-            ).fetchall()
-        return typed_rows((bytes, int, int, int), rows)
 
     def all_keys(self) -> list[bytes]:
         with told_damage():
@@ -356,7 +364,7 @@ class Index:
 
     @contextmanager
     def _transaction(self) -> Iterator[None]:
-        with told_damage():
+        with told_damage(), told_busy():
             self._db.execute("BEGIN IMMEDIATE")
             self._gave_back = False
             try:
@@ -374,3 +382,9 @@ class Index:
                     self._db.execute("PRAGMA journal_mode=MEMORY")
                     self._has_no_room = True
                 raise
+
+
+def require_index(folder: PrivateFolder) -> None:
+    """Raise DamagedError if one of the index's files is no file."""
+    for suffix in ("", "-journal", "-wal", "-shm"):
+        folder.require_file(INDEX + suffix)

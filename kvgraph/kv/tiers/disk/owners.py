@@ -1,4 +1,8 @@
-"""Detection of live processes: each holds a lock on its own file, and a kill releases the lock."""
+"""Detection of live processes: each holds a lock on its own file, and a kill releases the lock.
+
+A file with a byte says that its process has checked the index, or trusts a process that has. While
+one of these lives the index is not checked again: a check takes long and stops all others.
+"""
 
 from __future__ import annotations
 
@@ -67,6 +71,17 @@ class Owner:
         finally:
             os.close(file)
         return False
+
+    def is_index_trusted(self) -> bool:
+        """Whether another live process trusts the index."""
+        others = [name for name in self._folder.names() if name != _name(self.token)]
+        found = [match[1] for name in others if (match := OWNER.fullmatch(name))]
+        return any(self._folder.size(_name(token)) and self.is_alive(token) for token in found)
+
+    def trust_index(self) -> None:
+        """Tell others that the index need not be checked while this process lives."""
+        with suppress(OSError):  # then they check it
+            os.ftruncate(self._file, 1)  # needs no block of a full disk
 
     def remove(self) -> None:
         """Remove the files of dead owners."""

@@ -45,7 +45,7 @@ from pathlib import Path
 
 from kvgraph.errors import StoreError
 from kvgraph.kv.tiers.checksum import checksum
-from kvgraph.kv.tiers.disk.damage import is_full
+from kvgraph.kv.tiers.disk.damage import BusyError, is_full
 from kvgraph.kv.tiers.disk.folder import DamagedError, make_top
 from kvgraph.kv.tiers.disk.generation import Generation, open_newest, other_versions
 from kvgraph.kv.tiers.disk.index import HeldPage, NewPage
@@ -82,10 +82,11 @@ class DiskStore:
     """A `PageStore` (see there) in `folder`, which need not exist and serves one user.
 
     `limit`: most bytes of the pages of all models and processes there; the index adds about 300 per
-    page. A call waits for another process's transaction for at most `index.LOCK_SECONDS`, and then
-    the store pauses. StoreError for a limit below one page, and for a `folder` that the user must
-    change: no folder, a link, another user's, or not writable. Failures of the disk, such as a full
-    one, are in `stats().problem`, and the store tries again every `PAUSE_SECONDS`.
+    page. A call waits for another process's transaction for at most `index.LOCK_SECONDS`; then the
+    store pauses, or only its writes if the index can be read. StoreError for a limit below one
+    page, and for a `folder` that the user must change: no folder, a link, another user's, or not
+    writable. Failures of the disk, such as a full one, are in `stats().problem`, and the store
+    tries again every `PAUSE_SECONDS`.
     """
 
     name = "disk"
@@ -104,7 +105,7 @@ class DiskStore:
         self._used: dict[bytes, int] = {}  # to tell the index
         self._files: Generation | None = None
         self._damaged: os.stat_result | None = None
-        self._was_open = self._is_closed = self._to_clear = False
+        self._was_open = self._is_closed = self._to_clear = self._is_busy = False
         try:
             self._open()
         except (OSError, sqlite3.Error) as error:
@@ -153,8 +154,9 @@ class DiskStore:
     def flush(self) -> None:
         with self._degrading() as files:
             if files is not None:
-                self._publish(files)
-                self._tell_used(files)
+                if self._may_change:
+                    self._publish(files)
+                    self._tell_used(files)
                 if time.monotonic() > self._counted_at + RECOUNT_SECONDS:
                     self._recount(files)
                 self._measure(files)
@@ -168,8 +170,9 @@ class DiskStore:
         return replace(self._stats)
 
     def close(self) -> None:
+        self._writable_at = 0.0  # the last try does not wait for the end of a pause
         if self._to_clear:
-            self._usable_at = 0.0  # the last try does not wait for the end of a pause
+            self._usable_at = 0.0
         self.flush()
         with self._degrading() as files:
             if files is not None:
@@ -187,7 +190,7 @@ class DiskStore:
     # -- pages
 
     def _read(self, files: Generation, key: bytes, out: memoryview) -> bool:
-        if key in self._pending:
+        if key in self._pending and self._may_change:
             self._publish(files)
         held = files.index.find(key)
         if held is None:
@@ -201,10 +204,9 @@ class DiskStore:
             if files.index.remove(key, held):  # not evicted meanwhile
                 self._stats.damaged += 1
                 self._stats.num_used_pages -= 1
-        except sqlite3.OperationalError as error:
-            if error.sqlite_errorcode & 0xFF != sqlite3.SQLITE_BUSY:
-                raise
-        return False  # if other processes write for long, the next reader removes the page
+        except BusyError:
+            pass  # the next reader removes the page
+        return False
 
     def _is_whole(self, files: Generation, held: HeldPage, key: bytes, out: memoryview) -> bool:
         arrived = files.slabs.read(held.at, out)
@@ -268,7 +270,7 @@ class DiskStore:
         for i, key in enumerate(keys):
             self._used.pop(key, None)  # it is the last now
             self._used[key] = now + i
-        if len(self._used) >= BATCH_PAGES:
+        if len(self._used) >= BATCH_PAGES and self._may_change:
             self._tell_used(files)
 
     def _tell_used(self, files: Generation) -> None:
@@ -307,6 +309,11 @@ class DiskStore:
     def _measure(self, files: Generation) -> None:
         spare = sum(stride * len(slots) for stride, slots in self._spare.items())
         self._stats.nbytes = files.index.taken - spare
+
+    @property
+    def _may_change(self) -> bool:
+        """Whether the index may be changed: no pause because others change it."""
+        return not self._is_busy or time.monotonic() >= self._writable_at
 
     @contextmanager
     def _degrading(self, is_write: bool = False) -> Iterator[Generation | None]:
@@ -367,7 +374,9 @@ class DiskStore:
             f"disk tier {self._folder}: expected files to read and write, got "
             f"{'an index that was removed or replaced' if is_moved else why}"
         )
-        can_read = is_write or (is_full(error) and self._files is not None and not self._to_clear)
+        self._is_busy = isinstance(error, BusyError)
+        is_change = self._is_busy or is_full(error)
+        can_read = is_write or (is_change and self._files is not None and not self._to_clear)
         if can_read and not is_moved:
             self._writable_at = time.monotonic() + PAUSE_SECONDS
             return

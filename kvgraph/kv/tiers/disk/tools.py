@@ -19,15 +19,7 @@ from kvgraph.kv.tiers.disk.generation import (
     other_versions,
 )
 from kvgraph.kv.tiers.disk.index import INDEX
-
-
-class ModelPages(NamedTuple):
-    """Pages of one model and layout in the folder; `last_used` in ns since 1970."""
-
-    fingerprint: bytes
-    pages: int
-    nbytes: int
-    last_used: int
+from kvgraph.kv.tiers.disk.reading import ModelPages, pages_by_model
 
 
 class Progress(NamedTuple):
@@ -37,9 +29,8 @@ class Progress(NamedTuple):
 
 def describe(folder: Path) -> tuple[list[ModelPages], list[Path]]:
     """Pages of each model, the last used model first, and stores of other versions of kvgraph."""
-    with _opened(folder, b"") as files:
-        found = [ModelPages(*row) for row in files.index.models()]
-    return found, other_versions(folder)
+    with _telling(folder):
+        return pages_by_model(_newest(folder)), other_versions(folder)
 
 
 def verify(folder: Path) -> Iterator[Progress]:
@@ -67,34 +58,42 @@ def clear(folder: Path) -> int:
     """Remove the pages of all models and return their number. A damaged index is removed too, and
     its pages do not count."""
     removed = 0
-    with _opened(folder, b"", starts_again=True) as files:
-        models = [ModelPages(*row) for row in files.index.models()]
-    for model in models:
+    with _telling(folder):
+        _newest(folder)
+        open_newest(folder, b"", lambda _: None).close()
+    for model in describe(folder)[0]:
         with _opened(folder, model.fingerprint) as files:
             removed += files.index.clear()
     return removed
 
 
 @contextmanager
-def _opened(
-    folder: Path, fingerprint: bytes, *, starts_again: bool = False
-) -> Iterator[Generation]:
-    """Open the newest generation. `starts_again`: replace a damaged one, as an engine does."""
-    if not folder.is_dir():
-        got = "a file" if folder.exists() else "nothing there"
-        raise StoreError(f"{folder}: expected the folder of a disk tier, got {got}")
-    found = generations(folder)
-    if not (found and (folder / f"{FORMAT}.{found[-1]}" / INDEX).exists()):
-        raise StoreError(f"{folder}: expected the folder of a disk tier, got one without pages")
-    try:
-        if starts_again:
-            files = open_newest(folder, fingerprint, lambda _: None)
-        else:
-            files = Generation(folder / f"{FORMAT}.{found[-1]}", fingerprint)
+def _opened(folder: Path, fingerprint: bytes) -> Iterator[Generation]:
+    with _telling(folder):
+        files = Generation(_newest(folder), fingerprint)
         try:
             yield files
         finally:
             files.close()
+
+
+def _newest(folder: Path) -> Path:
+    """Path of the newest generation. StoreError if there is none with an index."""
+    if not folder.is_dir():
+        got = "a file" if folder.exists() else "nothing there"
+        raise StoreError(f"{folder}: expected the folder of a disk tier, got {got}")
+    found = generations(folder)
+    path = folder / f"{FORMAT}.{found[-1] if found else 0}"
+    if not (path / INDEX).exists():
+        raise StoreError(f"{folder}: expected the folder of a disk tier, got one without pages")
+    return path
+
+
+@contextmanager
+def _telling(folder: Path) -> Iterator[None]:
+    """Raise StoreError for what fails in `folder`."""
+    try:
+        yield
     except DamagedError as error:
         raise StoreError(
             f"{folder}: expected a whole index, got a damaged one ({error}); the next engine that "
