@@ -10,6 +10,7 @@ from functools import cache
 from typing import TypeVar
 
 from kvgraph.contract.devices import processors
+from kvgraph.contract.threads import threads_needed
 
 MOST = 8
 """Most threads: more would pack faster than one thread can write."""
@@ -25,7 +26,8 @@ def in_order(calls: Iterable[Callable[[], Result]]) -> Iterator[Result]:
     threads, ahead = _threads()
     begun: deque[Future[Result]] = deque()
     for call in calls:
-        begun.append(threads.submit(call))
+        with threads_needed():
+            begun.append(threads.submit(call))
         if len(begun) > ahead:
             yield begun.popleft().result()
     while begun:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path, PurePosixPath
 
 from kvgraph.contract.dims import ceildiv
 from kvgraph.contract.files import inside, kind_of
+from kvgraph.contract.threads import threads_needed
 from kvgraph.errors import ArtifactError
 from kvgraph.progress import Advance, task
 
@@ -36,7 +38,7 @@ def hash_files(folder: Path, names: Iterable[str]) -> dict[str, FileEntry]:
     """Entries of the files `names`, sorted by name; chunks are hashed in parallel."""
     paths = {name: folder / name for name in sorted(names)}
     total = sum(path.stat().st_size for path in paths.values())
-    with task("hashing", total, "bytes") as advance, ThreadPoolExecutor() as pool:
+    with task("hashing", total, "bytes") as advance, _pool() as pool:
         return {name: _entry(path, pool.map, advance) for name, path in paths.items()}
 
 
@@ -83,11 +85,17 @@ def verify_files(folder: Path, files: Mapping[str, FileEntry]) -> None:
         for index, chunk in enumerate(entry.chunks)
     ]
     total = sum(entry.size for entry in files.values())
-    with task("hashing", total, "bytes") as advance, ThreadPoolExecutor() as pool:
+    with task("hashing", total, "bytes") as advance, _pool() as pool:
         for sentence, nbytes in pool.map(_check_chunk, jobs):
             if sentence:
                 raise ArtifactError(sentence)
             advance(nbytes)
+
+
+@contextmanager
+def _pool() -> Iterator[ThreadPoolExecutor]:
+    with threads_needed(), ThreadPoolExecutor() as pool:
+        yield pool
 
 
 def inside_folder(folder: Path, name: str) -> Path:

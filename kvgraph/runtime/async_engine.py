@@ -7,9 +7,8 @@ tasks of the loop --submissions, cancellations--> inbox --> the engine's thread:
 from __future__ import annotations
 
 import asyncio
-import atexit
 import itertools
-import weakref
+import os
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
@@ -19,11 +18,13 @@ from threading import Thread
 from types import TracebackType
 from typing import Any, TypeVar
 
+from kvgraph.contract.threads import threads_needed
 from kvgraph.contract.tokenizer import LONG_TEXT
-from kvgraph.errors import DeviceLostError, GenerationError, RankError, RequestError
+from kvgraph.errors import CapacityError, DeviceLostError, GenerationError, RankError, RequestError
 from kvgraph.kv.not_copyable import NotCopyable
 from kvgraph.runtime.arguments import instance, optional_integer
 from kvgraph.runtime.engine import Engine
+from kvgraph.runtime.engine_calls import answer
 from kvgraph.runtime.request_threads import RequestThreads
 from kvgraph.runtime.sampling import SamplingParams, Token
 from kvgraph.runtime.scheduler import Request
@@ -75,12 +76,15 @@ class AsyncEngine(NotCopyable):
         self._is_stopped = False  # set in the thread: no more steps
         self._ended: Future[None] = Future()  # done when the thread has ended
         self._failure: BaseException | None = None  # ended the thread, if `close` did not
-        self._at_exit = partial(_end_thread, weakref.ref(self))
+        self._process = 0  # in which the thread runs
 
     # -- for tasks of the loop
 
     async def start(self) -> None:
-        """Start the engine's thread. RequestError if the engine was started before."""
+        """Start the engine's thread. RequestError if the engine was started before.
+
+        CapacityError if the system refuses a thread; the engine can be started again.
+        """
         if self._thread is not None or self.engine._is_shared:
             raise RequestError("AsyncEngine.start: the engine was started already")
         if self._is_closed:
@@ -88,14 +92,23 @@ class AsyncEngine(NotCopyable):
                 "AsyncEngine.start: expected an engine that is open, got a closed one"
             )
         self.engine._is_shared = True
-        self._loop = asyncio.get_running_loop()
+        self._loop, self._process = asyncio.get_running_loop(), os.getpid()
         self._thread = Thread(target=self._run, name="kvgraph-engine", daemon=True)
-        self._thread.start()
-        atexit.register(self._at_exit)
+        try:
+            with threads_needed():
+                self._thread.start()
+        except CapacityError:
+            self._thread, self.engine._is_shared = None, False
+            raise
 
     async def close(self) -> None:
-        """End the thread and close the engine. Open requests end with finish_reason "error"."""
+        """End the thread and close the engine. Open requests end with finish_reason "error".
+
+        A forked child only leaves the engine, which runs in the parent.
+        """
         self._is_closed = True
+        if self._thread is not None and self._process != os.getpid():
+            return
         for stream in list(self._streams.values()):
             stream.cancel()
             why = f"request {stream.request_id!r}: the engine was closed"
@@ -107,7 +120,6 @@ class AsyncEngine(NotCopyable):
             self._inbox.put(self._stop)
             await asyncio.shield(asyncio.wrap_future(self._ended))  # other tasks may wait for it
             self._thread.join()
-            atexit.unregister(self._at_exit)
 
     async def __aenter__(self) -> AsyncEngine:
         await self.start()
@@ -154,10 +166,10 @@ class AsyncEngine(NotCopyable):
         if news is not None:
             instance("news", news, asyncio.Event, "an asyncio.Event")
         if isinstance(prompt, str) and len(prompt) > LONG_TEXT:
-            prompt = await self._building.run(partial(self.engine.tokenize, prompt))
+            prompt = await self._building.tokenize(partial(self.engine.tokenize, prompt))
         given = request_id, prompt, sampling, cache_salt
         if isinstance(sampling, SamplingParams) and sampling.grammar is not None:
-            request = await self._building.run_alone(partial(self.engine._builder.request, *given))
+            request = await self._building.compile(partial(self.engine._builder.request, *given))
         else:
             request = self.engine._builder.request(*given)
         while (leaving := self._leaving.get(request_id)) is not None:
@@ -205,31 +217,20 @@ class AsyncEngine(NotCopyable):
     async def call(self, function: Callable[[Engine], T]) -> T:
         """Call `function` with the engine, in its thread between two steps; return its result."""
         found: Future[T] = Future()
-
-        def run() -> None:
-            if not found.set_running_or_notify_cancel():
-                return  # the caller was cancelled
-            try:
-                value = function(self.engine)
-            except BaseException as error:
-                told: BaseException = error
-                if isinstance(error, StopIteration):  # a future does not accept StopIteration
-                    told = RuntimeError("AsyncEngine.call: the function raised StopIteration")
-                    told.__cause__ = error
-                found.set_exception(told)
-            else:
-                found.set_result(value)
-
         self._require_running("call")
         self._calls.add(found)
         found.add_done_callback(self._calls.discard)
-        self._inbox.put(run)
+        self._inbox.put(partial(answer, found, function, self.engine))
         return await asyncio.wrap_future(found)
 
     def _require_running(self, call: str) -> None:
         if self._thread is None or self._is_closed or self._is_stopped:
             said = f"AsyncEngine.{call}: expected a running engine, got a stopped one"
             raise RequestError(said + self._why())
+        if self._process != os.getpid():
+            raise RequestError(
+                f"AsyncEngine.{call}: expected the process of `start`, got a fork of it"
+            )
         if self._loop is not asyncio.get_running_loop():
             raise RequestError(
                 f"AsyncEngine.{call}: expected the event loop of `start`, got another one"
@@ -386,14 +387,6 @@ class AsyncEngine(NotCopyable):
             self._loop.call_soon_threadsafe(call, what)
         except RuntimeError:  # the loop is closed: no task is left to read
             self._is_stopped = True
-
-
-def _end_thread(own: weakref.ref[AsyncEngine]) -> None:
-    """Stop the thread at exit: a thread inside ONNX Runtime would abort the process."""
-    engine = own()
-    if engine is not None and engine._thread is not None and engine._thread.is_alive():
-        engine._inbox.put(engine._stop)
-        engine._thread.join()
 
 
 def _said(error: BaseException) -> str:

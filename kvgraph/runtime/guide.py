@@ -25,6 +25,7 @@ from kvgraph.kv.requests import TextContext
 from kvgraph.runtime.edits import LogitEdits
 from kvgraph.runtime.grammars import Grammar
 from kvgraph.runtime.machine import default_threads
+from kvgraph.runtime.native_calls import native_call
 from kvgraph.runtime.sampling_params import SamplingParams
 from kvgraph.signal_handlers import reraise_if_signalled
 
@@ -92,6 +93,7 @@ class Guides:
         self._vocabulary: Vocabulary | None = None
         self._compiled: dict[Grammar, LLMatcher] = {}
 
+    @native_call("guide")
     def guide(
         self,
         grammar: Grammar,
@@ -315,6 +317,7 @@ class Guide:
         return f"{NOT_FOLLOWED}, got {_reason(why)}" if why else ""
 
 
+@native_call("masks")
 def set_masks(guides: Sequence[Guide]) -> None:
     """Set the masks of the next step of `guides`, which belong to one engine, in parallel."""
     from llguidance.numpy import fill_next_token_bitmask_par
@@ -339,6 +342,7 @@ def is_taken(grammar: Grammar) -> bool:
     return True
 
 
+@native_call("grammar")
 def _compile(tokenizer: LLTokenizer, grammar: Grammar) -> LLMatcher:
     """The matcher before any text. RequestError with llguidance's reason."""
     from llguidance import LLMatcher, LLParserLimits

@@ -7,36 +7,53 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
+from kvgraph.contract.threads import threads_needed
+from kvgraph.errors import RequestError
+
 T = TypeVar("T")
 
 
 class RequestThreads:
     """Own threads, not the event loop's default executor: its threads may all be waiting for
-    this engine."""
+    this engine.
+
+    One thread compiles grammars, since an engine caches those that it compiles. A compilation whose
+    caller has left runs to its end.
+    """
 
     def __init__(self) -> None:
-        self._threads = ThreadPoolExecutor(2, "kvgraph-requests")
-        self._compiling = asyncio.Lock()
+        self._texts = ThreadPoolExecutor(2, "kvgraph-texts")
+        self._grammars = ThreadPoolExecutor(1, "kvgraph-grammars")
+        self._closed = asyncio.Event()
 
-    def run(self, work: Callable[[], T]) -> asyncio.Future[T]:
-        return asyncio.get_running_loop().run_in_executor(self._threads, work)
+    async def tokenize(self, work: Callable[[], T]) -> T:
+        return await self._run(self._texts, work)
 
-    async def run_alone(self, compile_grammar: Callable[[], T]) -> T:
-        """Run one compilation at a time, since an engine caches the grammars that it compiles.
+    async def compile(self, work: Callable[[], T]) -> T:
+        return await self._run(self._grammars, work)
 
-        A compilation whose caller was cancelled runs to its end and keeps the lock until then.
-        """
-        await self._compiling.acquire()
-        running = self.run(compile_grammar)
-
-        def release(done: asyncio.Future[T]) -> None:
-            self._compiling.release()
-            if not done.cancelled():
-                done.exception()  # mark it as read: the caller may be gone
-
-        running.add_done_callback(release)
-        return await asyncio.shield(running)
+    async def _run(self, threads: ThreadPoolExecutor, work: Callable[[], T]) -> T:
+        """The result of `work`. RequestError as soon as `close` is called."""
+        if self._closed.is_set():
+            raise _stopped()
+        with threads_needed():
+            working = asyncio.get_running_loop().run_in_executor(threads, work)
+        closing = asyncio.ensure_future(self._closed.wait())
+        try:
+            await asyncio.wait((working, closing), return_when=asyncio.FIRST_COMPLETED)
+            if not working.done():
+                raise _stopped()
+            return working.result()
+        finally:
+            working.cancel()
+            closing.cancel()
 
     def close(self) -> None:
         """Accept no more work; do not wait for running work."""
-        self._threads.shutdown(wait=False)
+        self._closed.set()
+        for threads in (self._texts, self._grammars):
+            threads.shutdown(wait=False)
+
+
+def _stopped() -> RequestError:
+    return RequestError("AsyncEngine.submit: expected a running engine, got a stopped one")

@@ -25,6 +25,7 @@ from kvgraph.errors import RequestError
 from kvgraph.serve.answers import encoded
 from kvgraph.serve.chats import answer_chat, chat_events, chat_job, chat_tokens
 from kvgraph.serve.completions import answer_completion, completion_events, completion_job
+from kvgraph.serve.ending import AnswersAtEnd
 from kvgraph.serve.errors import ServeError, brief, error_body
 from kvgraph.serve.generation import Generation
 from kvgraph.serve.items import ResponseRequest
@@ -74,6 +75,7 @@ def make_app(service: Service, lifespan: Lifespan[Starlette] | None = None) -> S
         500: _failed,
     }
     app = Starlette(routes=routes, exception_handlers=handlers, lifespan=lifespan)
+    app.add_middleware(AnswersAtEnd, service=service)
     if origins := service.options.allowed_origins:
         app.add_middleware(
             CORSMiddleware,

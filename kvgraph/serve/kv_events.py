@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from kvgraph.contract.threads import threads_needed
 from kvgraph.errors import MissingDependencyError, RequestError
 from kvgraph.kv.pool.journal import Event, PageRemoved, PagesCleared, PageStored
 from kvgraph.serve.unix_socket import answers_at
@@ -68,7 +69,8 @@ class Batch(msgspec.Struct, array_like=True):
 class KVEventPublisher:
     """Publishes events at `endpoint` ("tcp://*:5557"), and answers at `replay` if it is given.
 
-    MissingDependencyError without pyzmq; RequestError for an endpoint that cannot be bound.
+    MissingDependencyError without pyzmq; RequestError for an endpoint that cannot be bound;
+    CapacityError if the system refuses a thread.
     """
 
     def __init__(
@@ -87,11 +89,12 @@ class KVEventPublisher:
             self._pub = self._bind(self._zmq.PUB, endpoint, "--kv-events")
             if replay is not None:
                 self._replay = self._bind(self._zmq.ROUTER, replay, "--kv-events-replay")
+            self._thread = Thread(target=self._run, name="kv-events", daemon=True)
+            with threads_needed():
+                self._thread.start()
         except BaseException:
             self._let_go()
             raise
-        self._thread = Thread(target=self._run, name="kv-events", daemon=True)
-        self._thread.start()
 
     def _bind(self, kind: int, endpoint: str, flag: str) -> zmq.Socket[bytes]:
         made: zmq.Socket[bytes] = self._context.socket(kind)

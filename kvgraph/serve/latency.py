@@ -12,6 +12,7 @@ from contextlib import suppress
 from threading import Thread
 from typing import TypeVar
 
+from kvgraph.contract.threads import threads_needed
 from kvgraph.runtime.async_engine import AsyncEngine
 
 T = TypeVar("T")
@@ -49,7 +50,7 @@ async def make_behind(
 
     `nice`: added niceness, which threads that `make` starts (those that compute) inherit.
     `drop`: called with the result if the caller has left. The process ends without waiting for the
-    thread.
+    thread. CapacityError if the system refuses a thread.
     """
     loop = asyncio.get_running_loop()
     made: asyncio.Future[T] = loop.create_future()
@@ -77,7 +78,8 @@ async def make_behind(
         except RuntimeError:  # the loop is closed
             drop(value)
 
-    Thread(target=run, name=MAKING, daemon=True).start()
+    with threads_needed():
+        Thread(target=run, name=MAKING, daemon=True).start()
     return await made
 
 

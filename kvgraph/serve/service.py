@@ -236,7 +236,7 @@ class EngineService(Service):
         if self.engine is not None:
             await self.engine.close()
         if self._events is not None:
-            await asyncio.to_thread(self._events.close)
+            self._events.close()  # in no other thread: the system may refuse one
 
     def hurry(self) -> None:
         """Drop pages that are queued for tiers."""

@@ -21,6 +21,7 @@ from kvgraph.kv.tiers.disk import tools
 from kvgraph.kv.tiers.tiered import TieredConnector
 from kvgraph.kv.tiers.workers import Job, TierWorkers
 from tests.support.builders import make_params, start
+from tests.support.refused_threads import SENTENCE, refused_threads
 from tests.support.stores import MemoryStore, opener
 
 
@@ -203,3 +204,12 @@ def test_more_host_memory_than_there_is_is_one_sentence(monkeypatch: pytest.Monk
     with pytest.raises(CapacityError, match=message):
         make_manager(store)
     assert store.is_closed
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_a_thread_that_the_system_refuses_ends_the_others(first: int) -> None:
+    store, before = MemoryStore(), threading.enumerate()
+    with refused_threads("kvgraph-tiers", first), pytest.raises(CapacityError, match=SENTENCE):
+        make_manager(store)
+    assert store.is_closed
+    assert threading.enumerate() == before

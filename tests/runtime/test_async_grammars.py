@@ -64,6 +64,33 @@ def test_the_next_waits_for_one_whose_caller_has_left(
     assert most == 1
 
 
+def test_closing_ends_all_that_wait_for_a_compilation(
+    compiled: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At once: the one that runs too, which nothing can stop."""
+    may_go_on, has_begun = threading.Event(), threading.Event()
+
+    def slow(*given: Any) -> Any:
+        has_begun.set()
+        assert may_go_on.wait(60)
+
+    async def task() -> None:
+        shared = AsyncEngine(Engine(compiled("tiny-llama"), num_threads=1))
+        await shared.start()
+        monkeypatch.setattr(RequestBuilder, "request", slow)
+        waiting = [asyncio.create_task(shared.generate("The", GUIDED)) for _ in range(4)]
+        assert await asyncio.to_thread(has_begun.wait, 60)
+        await shared.close()
+        ended, late = await asyncio.wait(waiting, timeout=30)
+        may_go_on.set()
+        assert not late
+        for each in ended:
+            with pytest.raises(RequestError, match="expected a running engine, got a stopped one"):
+                each.result()
+
+    asyncio.run(task())
+
+
 @pytest.mark.parametrize("most", [0, 20])
 def test_tokens_that_a_grammar_forces_cancel_no_stream(
     compiled: Callable[..., Path], most: int

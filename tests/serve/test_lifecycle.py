@@ -7,6 +7,7 @@ import os
 import signal
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -376,3 +377,24 @@ def test_an_engine_that_cannot_be_made_ends_the_server(artifact: Path, tmp_path:
     assert outcome.code == 2
     assert outcome.err.splitlines()[-1].startswith("kvgraph: ")
     assert "Traceback" not in outcome.err
+
+
+REFUSED = """
+from kvgraph.cli import main
+from tests.support.refused_threads import refused_threads
+
+with refused_threads({name!r}):
+    main()
+"""
+
+
+@pytest.mark.parametrize("name", [("kvgraph-engine", "asyncio"), "kvgraph-make", "kv-events"])
+def test_a_thread_that_the_system_refuses_ends_the_server(
+    artifact: Path, name: str | tuple[str, ...]
+) -> None:
+    command = [sys.executable, "-c", REFUSED.format(name=name), "serve", str(artifact)]
+    options = ["--port", "0", "--kv-events", f"tcp://127.0.0.1:{free_port()}"]
+    done = subprocess.run([*command, *options], capture_output=True, text=True, timeout=SECONDS)
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[-1].startswith("kvgraph: threads: expected ")
+    assert "Traceback" not in done.stderr

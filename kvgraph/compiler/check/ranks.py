@@ -14,7 +14,9 @@ from kvgraph.compiler.check.interpret import ProgramRun
 from kvgraph.compiler.pipeline import trace_ranks
 from kvgraph.compiler.traced import Traced
 from kvgraph.contract.devices import Device
+from kvgraph.contract.threads import start_all
 from kvgraph.contract.trees import MultiKVCacheParams
+from kvgraph.errors import CapacityError
 from kvgraph.ops.group import Group, shared_bytes
 
 TIMEOUT = 600.0
@@ -53,8 +55,11 @@ def rank_logits(
             groups[rank].abort()
 
     threads = [threading.Thread(target=run, args=(rank,)) for rank in range(ranks)]
-    for thread in threads:
-        thread.start()
+    try:
+        start_all(threads)
+    except CapacityError as error:
+        failed.append(error)
+        groups[0].abort()
     for thread in threads:
         thread.join()
     if failed:

@@ -44,8 +44,8 @@ def open_tiers(
 
     `num_pages`, `host_pages`: pages of the device and of the host, by leaf path. `identity`:
     identity of model and layout. StoreError for an error that the user must fix, CapacityError if
-    the system refuses the host memory; then no store stays open. UserWarning for a store that
-    cannot be used now: its reads are misses until it can.
+    the system refuses host memory or a thread; then no store stays open. UserWarning for a store
+    that cannot be used now: its reads are misses until it can.
     """
     sizes = {own.leaf: own.record_size for own in pools[0]}
     pages: dict[int, int] = {}
@@ -62,20 +62,19 @@ def open_tiers(
         for store in opened:
             if problem := store.stats().problem:
                 warnings.warn(f"{problem}; it is missed until it can be used", stacklevel=2)
-        host = _host_store(pages, staging, pools[0][0].copier)
+        return TieredConnector(
+            _host_store(pages, staging, pools[0][0].copier),
+            opened[len(sources) :],
+            opened[: len(sources)],
+            largest=largest,
+            max_offloads=sum(num_pages.values()) * len(pools),
+            max_writes=sum(staging.values()) + sum(pages.values()) // 2,
+            threads=threads,
+        )
     except BaseException:
         for store in opened:
             store.close()
         raise
-    return TieredConnector(
-        host,
-        opened[len(sources) :],
-        opened[: len(sources)],
-        largest=largest,
-        max_offloads=sum(num_pages.values()) * len(pools),
-        max_writes=sum(staging.values()) + sum(pages.values()) // 2,
-        threads=threads,
-    )
 
 
 def _host_store(

@@ -8,6 +8,7 @@ processes. Records of one leaf all have one size; leaves of a tree may have diff
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from typing import Protocol
@@ -15,6 +16,8 @@ from typing import Protocol
 from kvgraph.kv.pool.identity import digest_of
 
 KEY_BYTES = 32
+
+log = logging.getLogger("kvgraph.tiers")
 
 
 def page_key(digest: bytes, leaf: str, shards: str) -> bytes:
@@ -137,3 +140,12 @@ def held_by_each(stores: Iterable[PageStore], keys: Iterable[bytes]) -> Iterator
             held = {key for key, is_here in answers if is_here}
             missing = [key for key in missing if key not in held]
             yield held
+
+
+def close_all(stores: Iterable[PageStore]) -> None:
+    """Close all `stores`; the errors of some are logged."""
+    for store in stores:
+        try:
+            store.close()
+        except Exception:
+            log.exception("a tier failed")

@@ -21,10 +21,12 @@ from itertools import groupby
 
 import numpy as np
 
+from kvgraph.contract.threads import start_all
+from kvgraph.errors import CapacityError
 from kvgraph.kv.metrics import KVCacheMetrics
 from kvgraph.kv.tiers.connector import Lookup, Move, Transfer
 from kvgraph.kv.tiers.host import Bytes, HostStore, Slot
-from kvgraph.kv.tiers.store import PageStore, held_by_each
+from kvgraph.kv.tiers.store import PageStore, close_all, held_by_each
 from kvgraph.kv.tiers.uses import Uses
 
 COPIES_AT_ONCE = 16
@@ -99,9 +101,13 @@ class TierWorkers:
             for take in takes * threads
         ]
         self._num_serving = len(self._threads)
-        for thread in self._threads:
-            thread.start()
         weakref.finalize(self, _close, weakref.ref(self))  # as the interpreter ends
+        try:
+            start_all(self._threads)
+        except CapacityError:
+            self._num_serving = len(self._threads)
+            self.close()
+            raise
 
     def close(self) -> None:
         self.abandon()
@@ -140,14 +146,7 @@ class TierWorkers:
             self._is_closing = True
             self._changed.notify_all()
         if not self._threads:
-            self._close_stores()
-
-    def _close_stores(self) -> None:
-        for store in self._below:
-            try:
-                store.close()
-            except Exception:
-                log.exception("a tier failed")
+            close_all(self._below)
 
     def work(self) -> bool:
         """Do one job of a thread, if there are no threads; False if there is nothing to do."""
@@ -168,7 +167,7 @@ class TierWorkers:
             is_last = not self._num_serving
             self._changed.notify_all()
         if is_last:
-            self._close_stores()
+            close_all(self._below)
 
     def _next(self, take: Callable[[], Job | None]) -> Job | None:
         """Wait for the next job; None once the tiers close and all work is done."""

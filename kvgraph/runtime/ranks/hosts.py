@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, TypeVar
 
+from kvgraph.contract.threads import threads_needed
 from kvgraph.errors import MissingDependencyError, RankError
 from kvgraph.ops.group import Gather, Group, shared_bytes
 from kvgraph.runtime.ranks.connections import (
@@ -133,7 +134,8 @@ def _in_thread(make: Callable[[], Made], look: Callable[[], None]) -> Made:
         except BaseException as error:
             made.set_exception(error)
 
-    threading.Thread(target=run, name=MEETING, daemon=True).start()
+    with threads_needed():
+        threading.Thread(target=run, name=MEETING, daemon=True).start()
     while not wait([made], RETRY_SECONDS).done:
         look()
     return made.result()

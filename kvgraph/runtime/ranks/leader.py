@@ -53,7 +53,7 @@ class LeaderSession(Session):
         self._steps = 0
         self._is_half = False  # whether other ranks have a step that rank 0 has not completed
         self._lost: str | None = None  # error of the first step that failed
-        self._close = weakref.finalize(self, _end, self._wires, group, ended)
+        self._close = weakref.finalize(self, end_ranks, self._wires, group, ended)
         for wire in self._wires:
             wire.receive()  # its ready message
             wire.limit(group.timeout)
@@ -154,7 +154,8 @@ class LeaderSession(Session):
         self._close()
 
 
-def _end(wires: Sequence[Wire], group: Group, ended: Callable[[], None]) -> None:
+def end_ranks(wires: Sequence[Wire], group: Group, ended: Callable[[], None]) -> None:
+    """End the ranks at `wires`. `ended` waits for them. Idempotent."""
     try:
         group.close()  # also the run's store: followers of the next engine would look there
     finally:

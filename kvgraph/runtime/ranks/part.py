@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from threading import get_ident
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,7 @@ import numpy.typing as npt
 
 from kvgraph.errors import KernelError, RankError
 from kvgraph.ops.group import Group
+from kvgraph.runtime.native_calls import RUNNING
 from kvgraph.runtime.sessions.base import Session
 
 
@@ -21,8 +23,9 @@ def run_part(
     If a part fails, the step is aborted on all ranks at once: else they would wait for this one.
     A part that was interrupted after all of it had run aborts nothing: it can run again.
     """
-    before = group.calls
+    before, call = group.calls, ("part", get_ident())
     try:
+        RUNNING.add(call)  # once rank 0 has begun a step, no rank refuses its part
         return session.run_arrays(arrays, capture=capture)
     except KernelError as error:
         try:
@@ -35,6 +38,8 @@ def run_part(
         if isinstance(error, Exception) or not has_run(session, group, before):
             group.abort()
         raise
+    finally:
+        RUNNING.discard(call)
 
 
 def has_run(session: Session, group: Group, before: int) -> bool:

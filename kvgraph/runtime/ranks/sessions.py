@@ -9,6 +9,7 @@ from dataclasses import replace
 
 from kvgraph.contract.devices import Target
 from kvgraph.contract.plain import to_json, to_plain
+from kvgraph.contract.threads import threads_needed
 from kvgraph.errors import RankError, RequestError, UnsupportedError
 from kvgraph.ops.group import Group, shared_bytes
 from kvgraph.ops.header import ABI_VERSION
@@ -17,7 +18,7 @@ from kvgraph.runtime.machine import default_threads
 from kvgraph.runtime.ranks import hosts, meeting
 from kvgraph.runtime.ranks.follower import Follower
 from kvgraph.runtime.ranks.launched import Launched, launched
-from kvgraph.runtime.ranks.leader import LeaderSession
+from kvgraph.runtime.ranks.leader import LeaderSession, end_ranks
 from kvgraph.runtime.ranks.wire import Wire
 from kvgraph.runtime.sessions.base import Session, host_zeros
 
@@ -116,20 +117,27 @@ def _in_threads(
     size, threads = artifact.ranks, _threads(artifact, num_threads)
     memory = host_zeros((shared_bytes(size),), "uint8")
     groups = [Group(memory, rank, size, [-1] * size, timeout) for rank in range(size)]
-    wires, running = [], []
-    for rank in range(1, size):
-        near, far = socket.socketpair()
-        session = make(replace(artifact, rank=rank), threads)
-        follower = Follower(session, groups[rank], Wire(far, 0))
-        running.append(threading.Thread(target=_serve, args=(follower, far), daemon=True))
-        running[-1].start()
-        wires.append(Wire(near, rank))
+    wires: list[Wire] = []
+    running: list[threading.Thread] = []
 
     def ended() -> None:
         for thread in running:
             thread.join(timeout)
 
-    return LeaderSession(make(artifact, threads), groups[0], wires, ended)
+    try:
+        for rank in range(1, size):
+            near, far = socket.socketpair()
+            session = make(replace(artifact, rank=rank), threads)
+            follower = Follower(session, groups[rank], Wire(far, 0))
+            thread = threading.Thread(target=_serve, args=(follower, far), daemon=True)
+            with threads_needed():
+                thread.start()
+            running.append(thread)
+            wires.append(Wire(near, rank))
+        return LeaderSession(make(artifact, threads), groups[0], wires, ended)
+    except BaseException:
+        end_ranks(wires, groups[0], ended)
+        raise
 
 
 def _serve(follower: Follower, connection: socket.socket) -> None:

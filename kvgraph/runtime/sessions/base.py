@@ -20,6 +20,7 @@ from kvgraph.errors import BindingError
 from kvgraph.kv.memory import DEFAULT_BATCH_TOKENS
 from kvgraph.kv.pool.leaf import too_little
 from kvgraph.runtime.folder import ArtifactFolder
+from kvgraph.runtime.native_calls import RUNNING, Ending, refuse
 from kvgraph.runtime.turns import Turns
 
 ALIGNMENT = 64
@@ -120,6 +121,9 @@ class Session(ABC):
         """
         call = ("run", get_ident())
         try:
+            RUNNING.add(call)
+            if Ending.thread is not None:
+                refuse(call)
             if (running := self._turns.take(call)) is not call:
                 raise self._turns.overlap(call, running)
             arrays = self._arrays(inputs, kv)
@@ -139,6 +143,7 @@ class Session(ABC):
         finally:
             if self._turns.running is call:
                 del self._turns.running
+            RUNNING.discard(call)
 
     def _no_logits(self, inputs: ModelInputs) -> npt.NDArray[np.float32]:
         if len(inputs.logits_indices) or inputs.input_row_offsets.any():

@@ -54,12 +54,14 @@ from kvgraph.errors import (
     ArtifactError,
     DeviceError,
     KernelError,
+    KVGraphError,
     MissingDependencyError,
     UnsupportedError,
 )
 from kvgraph.ops import native
 from kvgraph.runtime.folder import ArtifactFolder
 from kvgraph.runtime.machine import default_threads
+from kvgraph.runtime.native_calls import native_call
 from kvgraph.runtime.sessions.base import Session, host_zeros
 from kvgraph.runtime.sessions.opening import require_names
 from kvgraph.signal_handlers import reraise_if_signalled
@@ -226,7 +228,10 @@ def open_session(
         if weights not in (None, model.parent):
             options.add_session_config_entry(EXTERNAL_FOLDER, str(weights))
             given = model.read_bytes()
-        session = ort.InferenceSession(given, options, providers=[chosen])
+        with native_call(str(model)):
+            session = ort.InferenceSession(given, options, providers=[chosen])
+    except KVGraphError:
+        raise
     except Exception as error:  # ONNX Runtime raises many classes
         reraise_if_signalled(error)
         raise _refusal(ort, model, error) from error

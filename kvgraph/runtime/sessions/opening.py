@@ -9,6 +9,7 @@ from pathlib import Path
 from kvgraph.contract.files import require_utf8
 from kvgraph.contract.signature import GraphSignature, output_name
 from kvgraph.errors import ArtifactError, KVGraphError
+from kvgraph.runtime.native_calls import native_call
 from kvgraph.runtime.sessions.cuda_errors import opening_error
 from kvgraph.signal_handlers import reraise_if_signalled
 
@@ -20,7 +21,8 @@ def opening(path: Path, framework: str) -> Iterator[None]:
     CapacityError if a GPU has too little memory; DeviceLostError if it is lost."""
     require_utf8(path, framework)
     try:
-        yield
+        with native_call(str(path)):
+            yield
     except (KVGraphError, MemoryError):
         raise
     except Exception as error:
