@@ -58,12 +58,13 @@ def facts(manifest: Manifest) -> Table:
     for leaf, cache in params.leaves.items():
         window = f", window {cache.window_size}" if cache.window_size else ""
         layers, heads, page = cache.num_layers, cache.n_kv_heads, cache.page_size
+        pages = (
+            f", {page} {plural('token', page)} a page" if cache.cache_strategy == "paged" else ""
+        )
         table.add_row(
             f"cache {leaf}",
             f"{cache.pool_dtype} {cache.cache_strategy}: {layers} {plural('layer', layers)} x "
-            f"{heads} kv {plural('head', heads)} x {cache.head_dim}, {page} "
-            f"{plural('token', page)} a page"
-            f"{window}",
+            f"{heads} kv {plural('head', heads)} x {cache.head_dim}{pages}{window}",
         )
     if params.n_shards > 1:
         table.add_row("ranks", f"{params.n_shards}, each with its part of weights and cache")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 from torch._subclasses import FakeTensor
@@ -18,6 +19,7 @@ from kvgraph.compiler.frontends.decoder import Decoder
 from kvgraph.compiler.functional import without_writes
 from kvgraph.compiler.identity import program_digest
 from kvgraph.compiler.model import Model
+from kvgraph.compiler.passes.fuse_update_and_attend import attended_layers
 from kvgraph.compiler.passes.lists import TRACE, run_passes
 from kvgraph.compiler.traced import Traced
 from kvgraph.contract.params import KVCacheStrategy
@@ -66,6 +68,9 @@ def trace(
                 raise UnsupportedError(f"{error}; of complex numbers: {left[0]}") from error
             raise
         is_padded = plan.strategy is KVCacheStrategy.PADDED
+        if not is_padded:
+            layers = attended_layers(traced.program, signature, plan)
+            traced.plan = replace(plan, layers=layers)
         require_state_unchanged(traced.program, signature, is_padded=is_padded)
         if not isinstance(model.module, Decoder):
             require_one_token(model, traced.program, signature)

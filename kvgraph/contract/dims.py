@@ -9,6 +9,7 @@ from typing import Any, Literal, TypeAlias
 import numpy.typing as npt
 
 from kvgraph.contract.devices import LogicalDevice
+from kvgraph.contract.values import require_integer
 from kvgraph.errors import BindingError
 
 BATCH_SIZE = "batch_size"
@@ -49,7 +50,8 @@ class TensorType:
     kind: Literal["tensor", "buffer"] = "tensor"
 
     def __str__(self) -> str:
-        return f"{self.name} {self.dtype} {list(self.shape)} on {self.device}"
+        kind = " (buffer)" if self.kind == "buffer" else ""
+        return f"{self.name} {self.dtype} {list(self.shape)} on {self.device}{kind}"
 
     @property
     def rank(self) -> int:
@@ -66,7 +68,8 @@ class TensorType:
         return replace(self, name=name)
 
     def extents(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
-        """Concrete shape under `sizes` (symbol -> extent). BindingError names a missing symbol."""
+        """Concrete shape under `sizes` (symbol -> extent). BindingError names a symbol that has no
+        extent, or one that is no integer >= 0."""
         return tuple(d if isinstance(d, int) else self._resolve(d, sizes) for d in self.shape)
 
     def _resolve(self, dim: str, sizes: Mapping[str, int]) -> int:
@@ -75,7 +78,8 @@ class TensorType:
             raise BindingError(
                 f"{self.name}: expected an extent for dim {symbol!r}, got only {sorted(sizes)}"
             )
-        return sizes[symbol] + int(offset or 0)
+        extent = require_integer(f"{self.name}: {symbol}", sizes[symbol], BindingError, least=0)
+        return extent + int(offset or 0)
 
     def bind(self, dtype: str, shape: tuple[int, ...], sizes: dict[str, int]) -> None:
         """Check a value's dtype and shape, and record its extents in `sizes`.

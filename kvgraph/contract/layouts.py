@@ -30,13 +30,13 @@ class Layout:
     head_dim: int
     v_head_dim: int
     num_layers: int
-    page_size: int
     window_size: int | None
     quantization: Quantization | None
     is_mla: bool
     layout: str
     cache_strategy: str
     n_shards: int
+    page_size: int = 0  # only a paged cache has one
 
 
 def require_layout(where: str, layout: Mapping[str, object]) -> KVCacheParamInterface:

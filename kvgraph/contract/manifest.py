@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -18,9 +17,16 @@ from typing import Literal
 from kvgraph.contract.collectives import Collective
 from kvgraph.contract.devices import parse_logical
 from kvgraph.contract.dims import TensorType, ceildiv
+from kvgraph.contract.dtypes import ACTIVATIONS, WEIGHTS
 from kvgraph.contract.files import PARTIAL, open_regular, reading, replacing
 from kvgraph.contract.hashes import CHUNK_BYTES, FileEntry, inside_folder
 from kvgraph.contract.layouts import require_layout
+from kvgraph.contract.manifest_values import (
+    require_counts,
+    require_known,
+    require_layers,
+    require_plain_text,
+)
 from kvgraph.contract.mixtures import Mixture
 from kvgraph.contract.plain import from_plain, to_json, to_plain
 from kvgraph.contract.signature import GraphSignature
@@ -28,8 +34,6 @@ from kvgraph.errors import ArtifactError
 
 MANIFEST_NAME = "manifest.json"
 SCHEMA_VERSION = 2
-NOT_PLAIN = re.compile(r"[\x00-\x1f\x7f-\x9f\ud800-\udfff]")
-"""Control characters, and surrogates, which UTF-8 cannot encode: a manifest has neither."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +46,11 @@ class Binding:
     dims: list[int | str]
     device: str
     alias: str | None = None
+
+    def __str__(self) -> str:
+        kind = "" if self.kind == "tensor" else f" ({self.kind})"
+        alias = "" if self.alias is None else f" with the address of {self.alias}"
+        return f"{self.name} {self.dtype} {self.dims} on {self.device}{kind}{alias}"
 
     @classmethod
     def of(cls, symbol: TensorType, *, output: bool = False) -> Binding:
@@ -56,10 +65,16 @@ class Binding:
 
 @dataclass(frozen=True, slots=True)
 class LayerRef:
-    """Place of a model layer's cache: leaf path ("" for a single cache), and index in the leaf."""
+    """Place of a model layer's cache: leaf path ("" for a single cache), and index in the leaf.
+
+    `window` (0: none) and `v_head_dim` are those of the layer's attention in the graph. None: not
+    recorded, as for a padded cache, whose graph has no op of attention.
+    """
 
     leaf: str
     index: int
+    window: int | None = None
+    v_head_dim: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,7 +225,7 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
     """
     fields = to_plain(manifest)
     try:
-        _require_plain_text(fields)
+        require_plain_text(fields)
     except ValueError as error:
         raise ArtifactError(f"{folder / MANIFEST_NAME}: {error}") from error
     text = to_json(fields | {"sha256": _hash(fields)}, indent=1)
@@ -239,10 +254,12 @@ def read_manifest(folder: Path) -> Manifest:
                 f"{path}: schema_version: expected {SCHEMA_VERSION} from this kvgraph, "
                 f"got {version}"
             )
-        _require_plain_text(fields)
-        manifest = from_plain(Manifest, _checked(path, fields))
+        require_plain_text(fields)
+        fields = _checked(path, fields)
+        manifest = from_plain(Manifest, fields)
         for name in (*manifest.files, *manifest.nondeterministic_files):
             inside_folder(folder, name)
+        require_known(fields, to_plain(manifest))
         _require_values(manifest)
         return manifest
 
@@ -304,9 +321,19 @@ def _require_values(manifest: Manifest) -> None:
         value = getattr(manifest.model, field_name)
         if value < 1:
             raise ValueError(f"model.{field_name}: expected >= 1, got {value}")
+    for field_name, expected in (
+        ("dtype", ACTIVATIONS),
+        ("weights", (*WEIGHTS, manifest.dtype)),
+    ):
+        found = getattr(manifest, field_name)
+        if found not in expected:
+            raise ValueError(f"{field_name}: expected one of {list(expected)}, got {found!r}")
+    for name, count in manifest.ops.items():
+        if count < 1:
+            raise ValueError(f"ops.{name}: expected >= 1, got {count}")
     if manifest.quality and not manifest.quality.reference_perplexity > 0:
-        found = manifest.quality.reference_perplexity
-        raise ValueError(f"quality.reference_perplexity: expected > 0, got {found}")
+        perplexity = manifest.quality.reference_perplexity
+        raise ValueError(f"quality.reference_perplexity: expected > 0, got {perplexity}")
     for index, mixture in enumerate(manifest.mixtures):
         if not 0 <= mixture.active <= mixture.experts or mixture.experts < 1:
             raise ValueError(
@@ -314,31 +341,9 @@ def _require_values(manifest: Manifest) -> None:
                 f"got {mixture.active}"
             )
     for name in ("mixtures", "executed", "collectives"):
-        _require_counts(name, getattr(manifest, name))
-    leaves = require_layout("layout", manifest.layout).leaves
-    for index, layer in enumerate(manifest.layers):
-        leaf = leaves.get(layer.leaf)
-        if leaf is None or not 0 <= layer.index < leaf.num_layers:
-            raise ValueError(
-                f"layers[{index}]: expected a layer of the layout, got {layer.leaf!r} {layer.index}"
-            )
-
-
-def _require_counts(name: str, records: Sequence[object]) -> None:
-    """Raise ValueError for an integer of a record that is not in [0, 2**63)."""
-    for index, record in enumerate(records):
-        for key, value in to_plain(record).items():
-            if isinstance(value, int) and not 0 <= value < 1 << 63:
-                raise ValueError(f"{name}[{index}].{key}: expected 0 to 2**63 - 1, got {value}")
-
-
-def _require_plain_text(value: object) -> None:
-    """Raise ValueError for text that controls a terminal, or that UTF-8 cannot encode."""
-    if isinstance(value, str) and NOT_PLAIN.search(value):
-        raise ValueError(f"expected text without control characters, in UTF-8, got {value!r:.100}")
-    if isinstance(value, list | dict):
-        for each in (*value, *value.values()) if isinstance(value, dict) else value:
-            _require_plain_text(each)
+        require_counts(name, getattr(manifest, name))
+    places = {(layer.leaf, layer.index) for layer in manifest.layers}
+    require_layers(places, require_layout("layout", manifest.layout).leaves)
 
 
 @contextmanager

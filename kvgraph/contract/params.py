@@ -21,7 +21,7 @@ from kvgraph.contract.symbols import (
     padded_symbols,
     paged_symbols,
 )
-from kvgraph.contract.values import require_integer, shown
+from kvgraph.contract.values import BOOLEANS, require_integer, shown
 from kvgraph.errors import ParamsError, UnsupportedError
 
 CacheSymbols: TypeAlias = (
@@ -53,8 +53,21 @@ class KVCacheQuantization:
             raise ParamsError(
                 f"quantization.scale_dtype: expected 'float32', got {self.scale_dtype!r}"
             )
-        if self.granularity < 1:
-            raise ParamsError(f"quantization.granularity: expected >= 1, got {self.granularity}")
+        granularity = require_integer(
+            "quantization.granularity", self.granularity, ParamsError, least=1
+        )
+        object.__setattr__(self, "granularity", granularity)
+
+
+def as_devices(devices: Iterable[Device]) -> tuple[Device, ...]:
+    """`devices` as a tuple; ParamsError if it is no sequence of Devices."""
+    if not isinstance(devices, Iterable):
+        raise ParamsError(f"devices: expected a sequence of Devices, got {shown(devices)}")
+    found = tuple(devices)
+    for device in found:
+        if not isinstance(device, Device):
+            raise ParamsError(f"devices: expected Device, got {shown(device)}")
+    return found
 
 
 @runtime_checkable
@@ -98,7 +111,7 @@ LAYOUT_FIELDS = (
     "cache_strategy",
     "n_shards",
 )
-"""Fields that must be equal in a manager and an artifact; all other fields may differ."""
+"""Fields that must mean the same in a manager and an artifact; all other fields may differ."""
 
 
 WHOLE = (
@@ -106,6 +119,9 @@ WHOLE = (
     "data_parallel_degree",
 )
 """Fields of KVCacheParams that are whole numbers."""
+
+SWITCHES = ("is_mla", "enable_prefix_caching", "allow_kv_head_replication")
+"""Fields of KVCacheParams that are True or False."""
 
 
 @dataclass(frozen=True)
@@ -152,22 +168,22 @@ class KVCacheParams:
         self._check_deployment()
 
     def _check_types(self) -> None:
-        """Check types, and turn whole numbers into ints, which manifests and graphs can hold."""
+        """Check types, and turn numbers and booleans into Python's, which manifests can hold."""
         for name in WHOLE:
             object.__setattr__(self, name, require_integer(name, getattr(self, name), ParamsError))
         if self.window_size is not None:
             window = require_integer("window_size", self.window_size, ParamsError)
             object.__setattr__(self, "window_size", window)
-        object.__setattr__(self, "devices", tuple(self.devices))
-        kinds: tuple[tuple[str, Iterable[object], type], ...] = (
-            ("devices", self.devices, Device),
-            ("quantization", [self.quantization], KVCacheQuantization),
-            ("hash_seed", [self.hash_seed], bytes),
-        )
-        for name, values, kind in kinds:
-            for value in values:
-                if value is not None and not isinstance(value, kind):
-                    raise ParamsError(f"{name}: expected {kind.__name__}, got {shown(value)}")
+        for name in SWITCHES:
+            value = getattr(self, name)
+            if not isinstance(value, BOOLEANS):
+                raise ParamsError(f"{name}: expected True or False, got {shown(value)}")
+            object.__setattr__(self, name, bool(value))
+        object.__setattr__(self, "devices", as_devices(self.devices))
+        for name, kind in (("quantization", KVCacheQuantization), ("hash_seed", bytes)):
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, kind):
+                raise ParamsError(f"{name}: expected {kind.__name__}, got {shown(value)}")
 
     def _check_layout(self) -> None:
         if self.dtype not in ACTIVATIONS:
@@ -290,7 +306,7 @@ class KVCacheParams:
         if devices is not None or num_layers is not None:
             params = replace(
                 self,
-                devices=self.devices if devices is None else tuple(devices),
+                devices=self.devices if devices is None else as_devices(devices),
                 num_layers=self.num_layers if num_layers is None else num_layers,
             )
         return _SYMBOLS[params.cache_strategy](params)
@@ -298,14 +314,20 @@ class KVCacheParams:
     input_symbols = get_symbolic_inputs
 
     def layout_dict(self) -> dict[str, object]:
-        """Layout fields as JSON values; manifests store them, and managers are compared to them."""
+        """Layout fields as JSON values; manifests store them, and managers are compared to them.
+
+        Layouts that mean the same are equal: a granularity is at most `head_dim`, and only a paged
+        cache has a page size.
+        """
         values: dict[str, object] = {name: getattr(self, name) for name in LAYOUT_FIELDS}
         values["cache_strategy"] = str(self.cache_strategy)
+        if self.cache_strategy is not KVCacheStrategy.PAGED:
+            del values["page_size"]
         if self.quantization:
             values["quantization"] = {
                 "dtype": self.quantization.dtype,
                 "scale_dtype": self.quantization.scale_dtype,
-                "granularity": self.quantization.granularity,
+                "granularity": self.scale_granularity,
             }
         return values
 
@@ -324,13 +346,14 @@ class KVCacheParams:
         """
         if devices is None:
             devices = [Device(f"cpu:{i}") for i in range(shards_of(layout))]
+        devices = as_devices(devices)
         shards, heads = len(devices) // data_parallel_degree, layout.get("n_kv_heads")
         fields = {k: v for k, v in layout.items() if k != "n_shards"}
         if isinstance(fields.get("quantization"), Mapping):
             fields["quantization"] = KVCacheQuantization(**fields["quantization"])  # type: ignore[arg-type]
         params = cls(
             **fields,  # type: ignore[arg-type]
-            devices=tuple(devices),
+            devices=devices,
             data_parallel_degree=data_parallel_degree,
             enable_prefix_caching=enable_prefix_caching,
             allow_kv_head_replication=isinstance(heads, int) and shards > heads,
@@ -340,12 +363,22 @@ class KVCacheParams:
 
     def require_layout(self, layout: Mapping[str, object], *, source: str) -> None:
         """Raise ParamsError at the first layout field that differs from `layout`."""
-        mine = self.layout_dict()
-        for name in LAYOUT_FIELDS:
-            if mine[name] != layout.get(name):
+        mine, theirs = self.layout_dict(), dict(layout)
+        if isinstance(quantization := theirs.get("quantization"), Mapping):
+            theirs["quantization"] = _at_most_a_head(quantization, theirs.get("head_dim"))
+        for name in ("cache_strategy", *mine):  # the strategy decides which fields there are
+            if mine[name] != theirs.get(name):
                 raise ParamsError(
-                    f"{name}: expected {layout.get(name)!r} from {source}, got {mine[name]!r}"
+                    f"{name}: expected {theirs.get(name)!r} from {source}, got {mine[name]!r}"
                 )
+
+
+def _at_most_a_head(quantization: Mapping[str, object], head_dim: object) -> dict[str, object]:
+    """`quantization` of a layout, with a granularity of at most `head_dim`."""
+    granularity = quantization.get("granularity")
+    if isinstance(granularity, int) and isinstance(head_dim, int):
+        granularity = min(granularity, head_dim)
+    return {**quantization, "granularity": granularity}
 
 
 _SYMBOLS: Mapping[KVCacheStrategy, Callable[[KVCacheParams], CacheSymbols]] = {

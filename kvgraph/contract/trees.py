@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TypedDict, Unpack
 
 from kvgraph.contract.devices import Device
-from kvgraph.contract.params import LAYOUT_FIELDS, KVCacheParams, KVCacheStrategy
+from kvgraph.contract.params import LAYOUT_FIELDS, KVCacheParams, KVCacheStrategy, as_devices
 from kvgraph.contract.symbols import (
     KVCacheInputSymbols,
     MultiKVCacheInputSymbols,
@@ -178,7 +178,7 @@ def _tree_symbols(
         if isinstance(child, MultiKVCacheParams):
             per_child.append(_tree_symbols(child, devices, inner))
         else:
-            leaf = child if devices is None else replace(child, devices=tuple(devices))
+            leaf = child if devices is None else replace(child, devices=as_devices(devices))
             per_child.append(paged_symbols(leaf, prefix=inner))
     names = [name for name, _ in tree.children]
     return [

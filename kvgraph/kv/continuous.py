@@ -7,7 +7,12 @@ from dataclasses import replace
 
 from kvgraph.contract.devices import Device
 from kvgraph.contract.inputs import SessionInterface
-from kvgraph.contract.params import KVCacheParams, KVCacheStrategy
+from kvgraph.contract.params import (
+    KVCacheParamInterface,
+    KVCacheParams,
+    KVCacheStrategy,
+    as_devices,
+)
 from kvgraph.contract.synonyms import also_named
 from kvgraph.contract.values import require_integer
 from kvgraph.errors import CapacityError, ParamsError, UnsupportedError
@@ -45,7 +50,7 @@ class ContinuousBatchingKVCacheManager(PagedKVCacheManager):
         own = replace(
             params,
             num_layers=params.num_layers if num_layers is None else num_layers,
-            devices=params.devices if devices is None else tuple(devices),
+            devices=params.devices if devices is None else as_devices(devices),
             cache_strategy=KVCacheStrategy.CONTINUOUS,
         )
         require_params(session, own)
@@ -59,6 +64,11 @@ class ContinuousBatchingKVCacheManager(PagedKVCacheManager):
             max_seq_len=max_seq_len,
         )
         self.params = own
+
+    def _require_params(
+        self, params: KVCacheParamInterface, session: SessionInterface | None
+    ) -> None:
+        """Do nothing: `__init__` checked the params of which these slots are made."""
 
     @also_named(n="request_id")
     def claim(self, request_id: RequestID, replica_idx: int = 0) -> None:

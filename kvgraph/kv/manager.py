@@ -16,7 +16,7 @@ from kvgraph.contract.inputs import (
     SessionInterface,
     join_devices,
 )
-from kvgraph.contract.params import KVCacheParamInterface, KVCacheParams
+from kvgraph.contract.params import KVCacheParamInterface, KVCacheParams, as_devices
 from kvgraph.contract.symbols import KVCacheInputSymbols
 from kvgraph.contract.synonyms import also_named
 from kvgraph.contract.values import require_integer
@@ -63,7 +63,7 @@ class KVCacheManager(ABC):
         self.max_seq_len = require_integer("max_seq_len", max_seq_len, ParamsError, least=1)
         self.params = _deployed(params, num_layers, devices)
         self.num_layers = sum(leaf.num_layers for leaf in self.params.leaves.values())
-        self.devices = tuple(self.params.devices if devices is None else devices)
+        self.devices = self.params.devices if devices is None else as_devices(devices)
         self.session = session
         self.is_ragged = is_ragged
 
@@ -383,5 +383,5 @@ def _deployed(
     return replace(
         params,
         num_layers=params.num_layers if num_layers is None else num_layers,
-        devices=params.devices if devices is None else tuple(devices),
+        devices=params.devices if devices is None else as_devices(devices),
     )

@@ -151,7 +151,9 @@ class NullKVCacheManager(KVCacheManager):
     def get_symbolic_inputs(
         self, devices: Sequence[Device] | None = None, num_layers: int | None = None
     ) -> Sequence[KVCacheInputSymbols]:
-        return self.params.get_symbolic_inputs(devices or self.devices, num_layers)
+        return self.params.get_symbolic_inputs(
+            self.devices if devices is None else devices, num_layers
+        )
 
     def input_symbols(self) -> Sequence[KVCacheInputSymbols]:
         return self.get_symbolic_inputs()

@@ -14,6 +14,7 @@ from functools import cached_property
 from kvgraph.contract.inputs import BatchCharacteristics, KVCacheInputs, SessionInterface
 from kvgraph.contract.params import KVCacheParamInterface, KVCacheStrategy
 from kvgraph.contract.synonyms import also_named
+from kvgraph.errors import ParamsError
 from kvgraph.kv.build import make_replicas, make_settings, nested, open_bridge, require_sizes
 from kvgraph.kv.not_copyable import NotCopyable
 from kvgraph.kv.pool.batch import BatchRows
@@ -37,6 +38,12 @@ from kvgraph.kv.requests import (
     require_unclaimed,
 )
 from kvgraph.kv.tiers.open import StoreOpener
+
+OTHER_MANAGERS = {
+    KVCacheStrategy.CONTINUOUS: "ContinuousBatchingKVCacheManager",
+    KVCacheStrategy.PADDED: "PaddedKVCacheManager",
+}
+"""Managers of caches that are not paged, by the cache's strategy."""
 
 
 class PagedKVCacheManager(PagedQueries, NotCopyable):
@@ -76,8 +83,7 @@ class PagedKVCacheManager(PagedQueries, NotCopyable):
         stores: Sequence[StoreOpener] = (),
         sources: Sequence[StoreOpener] = (),
     ) -> None:
-        if next(iter(params.leaves.values())).cache_strategy is KVCacheStrategy.PAGED:
-            require_params(session, params)
+        self._require_params(params, session)
         sizes = require_sizes(
             params, total_num_pages, total_num_host_pages, max_batch_size, max_seq_len
         )
@@ -107,6 +113,18 @@ class PagedKVCacheManager(PagedQueries, NotCopyable):
                 threads=self._tier_threads,
             )
             weakref.finalize(self, self._tiers.connector.abandon)
+
+    def _require_params(
+        self, params: KVCacheParamInterface, session: SessionInterface | None
+    ) -> None:
+        """Raise ParamsError unless `params` are of a paged cache and fit the session's artifact."""
+        strategy = next(iter(params.leaves.values())).cache_strategy
+        if strategy is not KVCacheStrategy.PAGED:
+            raise ParamsError(
+                f"cache_strategy: expected paged for PagedKVCacheManager, got {strategy}; use "
+                f"{OTHER_MANAGERS[strategy]}"
+            )
+        require_params(session, params)
 
     # -- lifecycle
 

@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from kvgraph.contract.manifest import NOT_PLAIN
+from kvgraph.contract.manifest_values import NOT_PLAIN
 from kvgraph.contract.tokenizer import NAME, encode, read_tokenizer
 from kvgraph.errors import MissingDependencyError, ModelError, RequestError
 

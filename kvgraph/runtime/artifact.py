@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -10,12 +10,11 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from kvgraph.contract.backends import find_backend
-from kvgraph.contract.devices import HOST
+from kvgraph.contract.backends import OURS, find_backend
 from kvgraph.contract.files import as_path
-from kvgraph.contract.manifest import MANIFEST_NAME, read_manifest
+from kvgraph.contract.manifest import MANIFEST_NAME, Binding, read_manifest
+from kvgraph.contract.params import KVCacheParams, KVCacheStrategy
 from kvgraph.contract.signature import GraphSignature
-from kvgraph.contract.trees import params_from_layout
 from kvgraph.errors import ArtifactError, UnsupportedError
 from kvgraph.ops.header import ABI_VERSION
 from kvgraph.runtime.folder import ArtifactFolder, state_of
@@ -26,6 +25,10 @@ from kvgraph.signal_handlers import reraise_if_signalled
 
 if TYPE_CHECKING:
     from kvgraph.runtime.sessions.base import Session
+
+
+ATTENTION = "kvgraph.update_and_attend"
+"""The op of a layer's attention, unless the cache is padded."""
 
 
 class Pending(NamedTuple):
@@ -125,22 +128,46 @@ class Artifact(ArtifactFolder):
                     f"{where}: files: expected {name} for backend {manifest.backend!r}, got none"
                 )
         try:
-            record = params_from_layout(manifest.layout).get_symbolic_inputs()[0]
+            params = self.params()
+            record = params.get_symbolic_inputs()[0]
             expected = GraphSignature.of(record, manifest.model.vocab_size)
-            found = self.signature
         except Exception as error:  # a field of the wrong kind may cause any error
             reraise_if_signalled(error)
             raise ArtifactError(
                 f"{where}: layout and bindings: expected those of a cache, got {error}"
             ) from error
-        for mine, theirs in zip_longest(
-            expected.inputs + expected.outputs, found.inputs + found.outputs
-        ):
-            if (mine and replace(mine, device=HOST)) != (theirs and replace(theirs, device=HOST)):
+        inputs = [Binding.of(symbol) for symbol in expected.inputs]
+        outputs = [Binding.of(symbol, output=True) for symbol in expected.outputs]
+        for mine, theirs in zip_longest(inputs + outputs, manifest.inputs + manifest.outputs):
+            if mine != theirs:
                 raise ArtifactError(
                     f"{where}: bindings: expected {mine or 'no more'} from the layout, "
                     f"got {theirs or 'none'}"
                 )
+        self._require_attention(where, params.leaves)
+        wanted, count = len(manifest.layers), manifest.ops.get(ATTENTION, 0)
+        if (
+            backend in OURS
+            and params.cache_strategy is not KVCacheStrategy.PADDED
+            and count != wanted
+        ):
+            raise ArtifactError(
+                f"{where}: ops: expected {wanted} of {ATTENTION}, one for each of `layers`, "
+                f"got {count}"
+            )
+
+    def _require_attention(self, where: Path, leaves: Mapping[str, KVCacheParams]) -> None:
+        """Raise ArtifactError unless the graph's attention sees what the layout keeps."""
+        for position, layer in enumerate(self.manifest.layers):
+            leaf = leaves[layer.leaf]
+            kept = {"window": leaf.window_size, "v_head_dim": leaf.v_head_dim}
+            for name, expected in kept.items():
+                found = getattr(layer, name)
+                if None not in (expected, found) and expected != found:
+                    raise ArtifactError(
+                        f"{where}: layers[{position}].{name}: expected {expected} from the layout, "
+                        f"got {found} from the graph's attention"
+                    )
 
     def require_machine(self) -> None:
         """Raise ArtifactError unless this machine is the artifact's target."""

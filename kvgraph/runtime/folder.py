@@ -83,10 +83,12 @@ class ArtifactFolder:
         enable_prefix_caching: bool = False,
     ) -> KVCacheParams | MultiKVCacheParams:
         """Cache parameters with the artifact's layout and this deployment's fields."""
-        kind = Target.parse(self.manifest.target).kind
+        if devices is None:
+            kind = Target.parse(self.manifest.target).kind
+            devices = [Device(f"{kind}:{i}") for i in range(self.ranks)]
         return params_from_layout(
             self.manifest.layout,
-            devices=devices or [Device(f"{kind}:{i}") for i in range(self.ranks)],
+            devices=devices,
             data_parallel_degree=data_parallel_degree,
             enable_prefix_caching=enable_prefix_caching,
         )

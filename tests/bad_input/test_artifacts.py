@@ -208,7 +208,31 @@ MIXTURE = {"layers": 1, "experts": 4, "active": 1, "parameters": 1, "bytes": 1}
         ),
         (
             lambda fields: fields.update(layers=[{"leaf": "", "index": 99}]),
-            r"layers\[0\]: expected a layer of the layout, got '' 99",
+            r"layers: expected layers of the layout, got '' 99",
+        ),
+        (
+            lambda fields: fields["layers"].pop(),
+            r"layers: expected 4 places in cache '' from the layout, got 3",
+        ),
+        (
+            lambda fields: fields.update(flavour=1),
+            r"flavour: expected no field of this name, got one",
+        ),
+        (
+            lambda fields: fields["layers"][1].update(flavour=1),
+            r"layers\[1\]\.flavour: expected no field of this name, got one",
+        ),
+        (
+            lambda fields: fields.update(weights="zz"),
+            r"weights: expected one of \['fp32', .*'float32'\], got 'zz'",
+        ),
+        (
+            lambda fields: fields.update(dtype="zz"),
+            r"dtype: expected one of \['float32', .*\], got 'zz'",
+        ),
+        (
+            lambda fields: fields["ops"].update(Add=0),
+            r"ops\.Add: expected >= 1, got 0",
         ),
         (
             lambda fields: fields.update(mixtures=[MIXTURE | {"experts": 0}]),
@@ -265,7 +289,40 @@ def test_an_artifact_of_an_unknown_backend(artifact: Path) -> None:
         ),
         (lambda m: m["layout"].update(page_size="16"), "layout.page_size: expected int, got '16'"),
         (lambda m: m["layout"].update(flavour=1), "layout: expected fields of a cache.*flavour"),
-        (lambda m: m["inputs"][3].update(device="cpu:x"), "layout and bindings: .*cpu.*|.*'x'"),
+        (lambda m: m["inputs"][3].update(device="cpu:x"), "bindings: expected .* got .* on cpu:x"),
+        (
+            lambda m: [each.update(device="cuda:0") for each in m["inputs"] + m["outputs"]],
+            r"bindings: expected tokens .* on cpu:0 from the layout, got tokens .* on cuda:0$",
+        ),
+        (
+            lambda m: m["outputs"][1].update(alias=None),
+            r"expected kv_blocks .* \(buffer\) with the address of kv_blocks from the layout, "
+            r"got kv_blocks .* \(buffer\)$",
+        ),
+        (
+            lambda m: m["outputs"][1].update(alias="tokens"),
+            r"got kv_blocks .* with the address of tokens$",
+        ),
+        (
+            lambda m: m["inputs"][0].update(kind="zz"),
+            r"bindings: expected tokens .* on cpu:0 from the layout, got tokens .* \(zz\)$",
+        ),
+        (
+            lambda m: m["layout"].update(window_size=4),
+            r"layers\[0\]\.window: expected 4 from the layout, got 0 from the graph's attention$",
+        ),
+        (
+            lambda m: m["layout"].update(v_head_dim=8),
+            r"layers\[0\]\.v_head_dim: expected 8 from the layout, got 16 from the graph's att",
+        ),
+        (
+            lambda m: m.update(ops={"x": 1}),
+            r"ops: expected 4 of kvgraph\.update_and_attend, one for each of `layers`, got 0$",
+        ),
+        (
+            lambda m: m["layers"].append(m["layers"][0]),
+            r"ops: expected 5 of kvgraph\.update_and_attend, one for each of `layers`, got 4$",
+        ),
         (
             lambda m: m["inputs"].pop(),
             "bindings: expected max_lengths int32 .*, got logits float32",
@@ -279,3 +336,14 @@ def test_a_manifest_that_contradicts_itself(
     edit_manifest(artifact, edit)
     text = sentence(run("verify", artifact))
     assert re.search(message, text), text
+
+
+def test_a_manifest_of_before_is_read(artifact: Path) -> None:
+    """It does not say what the attention of each layer sees."""
+
+    def edit(fields: dict[str, Any]) -> None:
+        for layer in fields["layers"]:
+            assert (layer.pop("window"), layer.pop("v_head_dim")) == (0, 16)
+
+    edit_manifest(artifact, edit)
+    assert run("verify", artifact).code in (0, None)

@@ -42,7 +42,7 @@ def test_a_buffer_of_another_type_is_not_allocated(loaded: Artifact, field: str)
     with pytest.raises(BindingError) as caught:
         loaded.session().allocate(symbol, {"num_page_slots": 9})
     mine, theirs = (
-        f"kv_blocks {s.dtype} {list(s.shape)} on cpu:0"
+        f"kv_blocks {s.dtype} {list(s.shape)} on cpu:0 (buffer)"
         for s in (params.get_symbolic_inputs()[0].kv_blocks, symbol)
     )
     assert str(caught.value) == f"kv_blocks: expected {mine} from the artifact, got {theirs}"

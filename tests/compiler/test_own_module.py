@@ -339,12 +339,12 @@ def test_a_module_brings_its_text_files(tmp_path: Path) -> None:
         (
             {"eos_token_ids": [32]},
             kvgraph.UnsupportedError,
-            "eos_token_ids: expected token ids below vocab_size=32, got 32",
+            r"eos_token_ids: expected token ids in \[0, 32\), got 32",
         ),
         (
             {"bos_token_id": -1},
             kvgraph.UnsupportedError,
-            "bos_token_id: expected token ids below vocab_size=32, got -1",
+            r"bos_token_id: expected token ids in \[0, 32\), got -1",
         ),
         *[
             ({name: given}, kvgraph.UnsupportedError, f"{name}: expected an integer, got {said}")

@@ -177,6 +177,15 @@ def test_inspect_reads_kernels_that_no_hash_protects(
         assert outcome.err.startswith(f"kvgraph: {path}: expected a list of kernels, got a damaged")
 
 
+@pytest.mark.parametrize(("cache", "pages"), [("paged", True), ("continuous", False)])
+def test_inspect_shows_the_pages_of_a_cache_that_has_them(
+    cache: str, pages: bool, compiled: Compiled
+) -> None:
+    shown = run("inspect", compiled("tiny-llama", cache=cache)).out
+    assert ("tokens a page" in shown) == pages
+    assert f"float32 {cache}: 4 layers x 4 kv heads x 16" in " ".join(shown.split())
+
+
 def test_a_quality_that_divides_by_nothing(artifact: Path) -> None:
     fields = fields_of(artifact)
     fields["quality"] = {"text": "t", "sha256": "", "tokens": 1, "perplexity": 2.0,

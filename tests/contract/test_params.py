@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from kvgraph import Device, KVCacheParams, KVCacheQuantization, virtual_devices
-from kvgraph.contract.trees import MultiKVCacheParams
+from kvgraph.contract.trees import MultiKVCacheParams, params_from_layout
 from kvgraph.errors import ParamsError
 
 LLAMA_8B: dict[str, Any] = {"dtype": "bfloat16", "n_kv_heads": 8, "head_dim": 128, "num_layers": 32}
@@ -70,6 +70,11 @@ CPUS = tuple(Device(f"cuda:{i}") for i in range(3))
         ({"head_dim": np.array([1, 2])}, "head_dim: expected an integer, got ndarray array"),
         ({"window_size": True}, "window_size: expected an integer, got bool True"),
         ({"devices": ("cpu",)}, "devices: expected Device, got str 'cpu'"),
+        ({"devices": (None,)}, "devices: expected Device, got NoneType None"),
+        ({"devices": Device("cpu")}, "devices: expected a sequence of Devices, got Device "),
+        ({"is_mla": "no"}, "is_mla: expected True or False, got str 'no'"),
+        ({"enable_prefix_caching": 1}, "enable_prefix_caching: expected True or False, got int 1"),
+        ({"allow_kv_head_replication": None}, "allow_kv_head_replication: expected True or False"),
         ({"quantization": "int8"}, "quantization: expected KVCacheQuantization, got str 'int8'"),
         ({"hash_seed": "a" * 32}, "hash_seed: expected bytes, got str"),
         ({"hash_seed": b"short"}, "hash_seed: expected 32 bytes, got 5"),
@@ -86,9 +91,38 @@ def test_contradictions(change: dict[str, Any], message: str) -> None:
     assert isinstance(caught.value, ValueError)
 
 
-def test_numpy_integers_become_ints() -> None:
-    params = KVCacheParams(**LLAMA_8B | {"page_size": np.int64(64), "window_size": np.int32(9)})
+def test_numpy_values_become_pythons() -> None:
+    params = KVCacheParams(
+        **LLAMA_8B | {"page_size": np.int64(64), "window_size": np.int32(9), "is_mla": np.True_}
+    )
     assert type(params.page_size) is type(params.window_size) is int
+    assert params.is_mla is True
+    granularity: Any = np.int64(16)
+    assert type(KVCacheQuantization("int8", granularity=granularity).granularity) is int
+
+
+@pytest.mark.parametrize(
+    ("granularity", "message"),
+    [
+        (16.0, "an integer >= 1, got float 16.0"),
+        (True, "an integer >= 1, got bool True"),
+        ("16", "an integer >= 1, got str '16'"),
+        (None, "an integer >= 1, got NoneType None"),
+        (0, ">= 1, got 0"),
+    ],
+)
+def test_a_granularity_is_a_whole_number(granularity: Any, message: str) -> None:
+    with pytest.raises(ParamsError, match=f"^quantization.granularity: expected {message}$"):
+        KVCacheQuantization("int8", granularity=granularity)
+
+
+@pytest.mark.parametrize("tree", [False, True])
+def test_one_device_is_no_sequence(tree: bool) -> None:
+    one: Any = Device("cpu")
+    params = KVCacheParams(**LLAMA_8B)
+    own = MultiKVCacheParams.from_params({"a": params}) if tree else params
+    with pytest.raises(ParamsError, match=r"^devices: expected a sequence of Devices, got Device "):
+        own.get_symbolic_inputs(one)
 
 
 def test_scales_are_float32() -> None:
@@ -111,6 +145,38 @@ def test_a_differing_layout_field_is_named_with_both_values(field: str) -> None:
         ParamsError, match=rf"{field}: expected {layout[field]} from the artifact, got 4"
     ):
         other.require_layout(layout, source="the artifact")
+
+
+def quantised(granularity: int) -> KVCacheParams:
+    quantization = KVCacheQuantization("int8", granularity=granularity)
+    return KVCacheParams("float32", 4, 16, 2, quantization=quantization)
+
+
+def test_a_granularity_beyond_a_head_means_the_head() -> None:
+    """Also in layouts that were written before it was said so."""
+    layout = quantised(128).layout_dict()
+    assert layout == quantised(16).layout_dict() == quantised(64).layout_dict()
+    before = layout | {"quantization": {**layout["quantization"], "granularity": 128}}  # type: ignore[dict-item]
+    for granularity in (16, 128):
+        quantised(granularity).require_layout(before, source="the artifact")
+    with pytest.raises(
+        ParamsError, match=r"quantization: expected .*'granularity': 16.* got .*: 8"
+    ):
+        quantised(8).require_layout(before, source="the artifact")
+    assert params_from_layout(before).layout_dict() == layout
+
+
+@pytest.mark.parametrize("strategy", ["continuous", "padded"])
+def test_only_a_paged_cache_has_a_page_size(strategy: str) -> None:
+    kind = {"cache_strategy": strategy}
+    layout = KVCacheParams(**LLAMA_8B | kind).layout_dict()
+    other = KVCacheParams(**LLAMA_8B | kind | {"page_size": 16})
+    assert other.layout_dict() == layout
+    for written in (layout, layout | {"page_size": 128}):  # as artifacts have it, and had it
+        other.require_layout(written, source="the artifact")
+    with pytest.raises(ParamsError, match=f"^cache_strategy: expected '{strategy}' from the art"):
+        KVCacheParams(**LLAMA_8B).require_layout(layout, source="the artifact")
+    assert KVCacheParams(**LLAMA_8B).layout_dict()["page_size"] == 128
 
 
 def test_deployment_fields_never_differ() -> None:

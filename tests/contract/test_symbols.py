@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import onnx
@@ -155,3 +156,20 @@ def test_binding_gives_one_extent_per_dim(signature: GraphSignature) -> None:
         signature.inputs[0].bind("int32", (3, 1), sizes)
     with pytest.raises(BindingError, match=r"kv_blocks: dim 1 \(2\) expected 2, got 1"):
         signature.inputs[3].bind("bfloat16", (9, 1, 3, 16, 4, 64), sizes)
+
+
+def test_a_buffer_says_so() -> None:
+    """In a refusal two sides that differ in nothing else are told apart."""
+    pool = PARAMS.get_symbolic_inputs()[0].kv_blocks  # type: ignore[union-attr]
+    assert str(pool).endswith(" on cpu:0 (buffer)")
+    assert str(replace(pool, kind="tensor")) == str(pool).removesuffix(" (buffer)")
+
+
+@pytest.mark.parametrize(
+    ("extent", "said"),
+    [(-4, ">= 0, got -4"), (4.0, "an integer >= 0, got float 4.0"), ("4", "an integer >= 0, got")],
+)
+def test_extents_are_whole_numbers(extent: Any, said: str) -> None:
+    pool = PARAMS.get_symbolic_inputs()[0].kv_blocks  # type: ignore[union-attr]
+    with pytest.raises(BindingError, match=f"^kv_blocks: num_page_slots: expected {said}"):
+        pool.extents({"num_page_slots": extent})

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from kvgraph.contract.devices import Device
 from kvgraph.contract.inputs import BatchCharacteristics
 from kvgraph.errors import (
     CapacityError,
@@ -349,3 +350,21 @@ def test_bounds_that_are_none(manager: PagedKVCacheManager) -> None:
     text = r"^batch_characteristics: expected BatchCharacteristics, got tuple \(1, 9, 9\)$"
     call = lambda: manager.runtime_inputs([[ctx], []], batch_characteristics=bounds)  # noqa: E731
     fails(manager, call, RequestError, text)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "manager"),
+    [("continuous", "ContinuousBatchingKVCacheManager"), ("padded", "PaddedKVCacheManager")],
+)
+def test_a_paged_manager_refuses_other_caches(strategy: str, manager: str) -> None:
+    text = (
+        f"^cache_strategy: expected paged for PagedKVCacheManager, got {strategy}; use {manager}$"
+    )
+    with pytest.raises(ParamsError, match=text):
+        PagedKVCacheManager(make_params(cache_strategy=strategy), None, 8, max_batch_size=1)
+
+
+@pytest.mark.parametrize("kind", [ContinuousBatchingKVCacheManager, PaddedKVCacheManager])
+def test_one_device_is_no_sequence(kind: Any) -> None:
+    with pytest.raises(ParamsError, match=r"^devices: expected a sequence of Devices, got Device "):
+        kind(make_params(), 2, 8, devices=Device("cpu"))

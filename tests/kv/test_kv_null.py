@@ -75,6 +75,11 @@ def test_dummies_have_one_record_per_device() -> None:
     assert shapes == [(1, 2, 2, 4, 1, 8), (2,), (2, 1), (3, 2)]
 
 
+def test_no_devices_are_not_its_own() -> None:
+    with pytest.raises(ParamsError, match="devices: expected at least data_parallel_degree=1, got"):
+        make_null().get_symbolic_inputs(devices=[])
+
+
 @pytest.mark.parametrize(("name", "value"), [("page_size", 128), ("num_layers", 3)])
 def test_contradictions(name: str, value: int) -> None:
     with pytest.raises(ParamsError, match=rf"{name}: expected \d from params, got {value}"):

@@ -59,6 +59,7 @@ class FakeSession:
 
     def __init__(self, driver: FakeDriver, session: Any, settings: dict[str, str]) -> None:
         self.driver, self.settings, self._session = driver, settings, session
+        self.get_inputs, self.get_outputs = session.get_inputs, session.get_outputs
         self.bound: dict[tuple[str, str], tuple[Any, ...]] = {}
         self.runs: Counter[str] = Counter()
 

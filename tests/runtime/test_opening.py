@@ -20,6 +20,7 @@ import torch
 import kvgraph
 from kvgraph.errors import ArtifactError, MissingDependencyError
 from kvgraph.runtime.sessions import onnxruntime as sessions
+from tests.bad_input.damage import edit_manifest
 from tests.support.artifacts import rehash
 
 Compiled = Callable[..., Path]
@@ -47,6 +48,16 @@ def edit(folder: Path, change: Callable[[Any], Any]) -> None:
     path.write_bytes(model.SerializeToString())
 
 
+def set_page_size(model: Any) -> None:
+    for pool in (model.graph.input[3], model.graph.output[1]):
+        assert pool.name.startswith("kv_blocks")
+        pool.type.tensor_type.shape.dim[3].dim_value = 8
+
+
+def set_token_dtype(model: Any) -> None:
+    model.graph.input[0].type.tensor_type.elem_type = onnx.TensorProto.INT64
+
+
 def set_opset(model: Any) -> None:
     next(o for o in model.opset_import if not o.domain).version = 99
 
@@ -71,6 +82,15 @@ CHANGES: dict[str, tuple[Callable[[Any], Any], str]] = {
         ),
         "inputs: expected ['cache_lengths', 'input_row_offsets', ",
     ),
+    "another page size": (
+        set_page_size,
+        "kv_blocks: expected float32 ['num_page_slots', 2, 4, 16, 4, 16] from the manifest, got "
+        "float32 ['num_page_slots', 2, 4, 8, 4, 16]",
+    ),
+    "another dtype": (
+        set_token_dtype,
+        "tokens: expected int32 ['total_seq_len'] from the manifest, got int64 ['total_seq_len']",
+    ),
 }
 
 
@@ -83,6 +103,28 @@ def test_a_model_that_onnx_runtime_refuses(artifact: Path, case: str) -> None:
     assert text.count("[ONNXRuntimeError]") == text.count("/onnxruntime_src/") == 0
     if "newer" in case:
         assert f"from {ORT}, got 99; pip install --upgrade 'kvgraph[onnx]'" in text
+
+
+@pytest.mark.parametrize("case", ["one input more", "another page size", "another dtype"])
+def test_a_model_that_the_reference_refuses(artifact: Path, case: str) -> None:
+    change, message = CHANGES[case]
+    edit(artifact, change)
+    assert refusal(artifact, "reference").startswith(f"{artifact}/model.onnx: {message}")
+
+
+def test_a_step_that_does_not_fit_is_told_with_its_dims() -> None:
+    """ONNX Runtime's own words, on several lines; other messages are in the last one."""
+    said = (
+        "[ONNXRuntimeError] : 2 : INVALID_ARGUMENT : Got invalid dimensions for input: kv_blocks "
+        "for the following indices\n index: 3 Got: 8 Expected: 4\n index: 5 Got: 1 Expected: 2\n "
+        "Please fix either the inputs/outputs or the model."
+    )
+    assert sessions.last_sentence(RuntimeError(said)) == (
+        "Got invalid dimensions for input: kv_blocks for the following indices "
+        "index: 3 Got: 8 Expected: 4 index: 5 Got: 1 Expected: 2"
+    )
+    assert sessions.last_sentence(RuntimeError("a\nb\n")) == "b"
+    assert sessions.last_sentence(RuntimeError()) == "RuntimeError"
 
 
 @pytest.mark.parametrize(
@@ -234,4 +276,25 @@ def test_a_program_for_cuda_that_is_something_else(compiled: Compiled, tmp_path:
     with pytest.raises(
         ArtifactError, match=rf"model.pt2: expected a file that torch {torch.__version__[:3]}"
     ):
+        load_program(Artifact(folder, verify(folder).manifest), gpu)
+
+
+def test_a_program_for_cuda_of_another_page_size(compiled: Compiled, tmp_path: Path) -> None:
+    """What the manifest says, in its layout and its bindings, is not what was compiled."""
+    pytest.importorskip("triton", reason="kernels for CUDA are compiled by Triton")
+    from kvgraph.runtime.artifact import Artifact, verify
+    from kvgraph.runtime.sessions.program import load_program
+
+    whole = compiled("tiny-llama", "torch", target="cuda:sm_90")
+    folder = Path(shutil.copytree(whole, tmp_path / "artifact"))
+
+    def other(fields: dict[str, Any]) -> None:
+        fields["layout"]["page_size"] = 32
+        for pool in (fields["inputs"][3], fields["outputs"][1]):
+            pool["dims"][3] = 32
+
+    edit_manifest(folder, other)
+    gpu: Any = type("Gpu", (), {"device": torch.device("cpu"), "arch": "sm_90"})
+    message = r"kv_blocks: expected float32 \['num_page_slots', 2, 4, 32, .* got float32 \[.*, 16, "
+    with pytest.raises(ArtifactError, match=f"model.pt2: {message}"):
         load_program(Artifact(folder, verify(folder).manifest), gpu)

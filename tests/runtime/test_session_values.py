@@ -164,3 +164,54 @@ def test_inputs_of_another_type(step: Step, given: Any) -> None:
     session, _, record = step
     with pytest.raises(BindingError, match=r"^inputs: expected ModelInputs, got "):
         session.run(given, record)
+
+
+def test_a_graphs_own_inputs_as_buffers(step: Step) -> None:
+    session, inputs, record = step
+    device = session.signature.inputs[0].device
+    expected = session.run(inputs, record).copy()
+
+    def held(values: np.ndarray[Any, Any]) -> Any:
+        return Buffer("int32", values.shape, device, values)
+
+    buffers = ModelInputs(*map(held, vars_of(inputs)))
+    np.testing.assert_array_equal(session.run(buffers, record), expected)
+    none, zeros = held(np.zeros(0, np.int32)), held(np.zeros(2, np.int32))
+    assert session.run(ModelInputs(none, zeros, none), record).shape == (0, 2048)
+    with pytest.raises(BindingError, match=r"^tokens: expected some for 0 logits_indices and .* 3"):
+        session.run(ModelInputs(none, buffers.input_row_offsets, none), record)
+
+
+def vars_of(inputs: ModelInputs) -> list[np.ndarray[Any, Any]]:
+    return [inputs.tokens, inputs.input_row_offsets, inputs.logits_indices]
+
+
+def unaligned(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """The same values at an odd address."""
+    memory = np.zeros(array.nbytes + array.itemsize, np.uint8)
+    start = 1 - memory.ctypes.data % 2
+    view = memory[start : start + array.nbytes].view(array.dtype).reshape(array.shape)
+    view[...] = array
+    assert not view.flags.aligned
+    return view
+
+
+def test_memory_at_an_odd_address(step: Step) -> None:
+    """Of a tensor it is copied; of a buffer it is refused, before the graph has begun."""
+    session, inputs, record = step
+    expected = session.run(inputs, record).copy()
+    odd = ModelInputs(*map(unaligned, vars_of(inputs)))
+    np.testing.assert_array_equal(session.run(odd, record), expected)
+    pool = unaligned(np.asarray(record[0]))
+    before = pool.copy()
+    message = r"^kv_blocks: expected writeable, aligned, .* got .*writeable=True and aligned=False$"
+    with pytest.raises(BindingError, match=message):
+        session.run(inputs, with_pool(record, pool))
+    np.testing.assert_array_equal(pool, before)
+
+
+def test_no_devices_are_not_the_artifacts_own(step: Step) -> None:
+    with pytest.raises(kvgraph.ParamsError, match=r"^devices: expected at least"):
+        step[0].artifact.params([])
+    with pytest.raises(kvgraph.ParamsError, match=r"^devices: expected a sequence of Devices, got"):
+        step[0].artifact.params(kvgraph.Device("cpu"))

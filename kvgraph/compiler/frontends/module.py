@@ -68,7 +68,7 @@ def load(
         outside = [token for token in ids if not 0 <= token < vocab_size]
         if outside:
             raise UnsupportedError(
-                f"{name}: expected token ids below vocab_size={vocab_size}, got {outside[0]}"
+                f"{name}: expected token ids in [0, {vocab_size}), got {outside[0]}"
             )
     return Model(
         module=module,

@@ -17,6 +17,7 @@ from torch.fx import Graph, Node
 
 from kvgraph.compiler.cache import CachePlan
 from kvgraph.compiler.passes import PassReport
+from kvgraph.contract.manifest import LayerRef
 from kvgraph.contract.signature import GraphSignature
 from kvgraph.errors import UnsupportedError
 from kvgraph.ops import PAGED_ATTENTION, STORE_KV, UPDATE_AND_ATTEND, OpSpec, torch_ops
@@ -75,6 +76,22 @@ def require_fused(
             raise UnsupportedError(
                 f"layer {layer} of {of}: expected {wanted} calls of attention, got {got}{hint}"
             )
+
+
+def attended_layers(
+    program: ExportedProgram, signature: GraphSignature, plan: CachePlan
+) -> tuple[LayerRef, ...]:
+    """The plan's layers with what the fused attention of each sees."""
+    leaf_of = buffer_leaves(program, signature)
+    found: dict[tuple[str, int], list[LayerRef]] = {}
+    for node in program.graph.nodes:
+        if node.target is FUSED:
+            given = arguments(UPDATE_AND_ATTEND, node)
+            leaf, layer = leaf_of[given["kv_blocks"].name], given["layer"]
+            v_head_dim = given["v_head_dim"] or plan.params.leaves[leaf].head_dim
+            ref = LayerRef(leaf, layer, given["window"], v_head_dim)
+            found.setdefault((leaf, layer), []).append(ref)
+    return tuple(found[ref.leaf, ref.index].pop(0) for ref in plan.layers)
 
 
 def buffer_leaves(program: ExportedProgram, signature: GraphSignature) -> dict[str, str]:

@@ -129,11 +129,12 @@ class Session(ABC):
             arrays = self._arrays(inputs, kv)
             self.synchronize()
             self._last_run_completed = False
-            if not len(inputs.tokens):  # an empty batch is legal, but graphs need a token
-                logits = self._no_logits(inputs)
+            tokens = arrays[0]
+            if not len(tokens):  # an empty batch is legal, but graphs need a token
+                logits = self._no_logits(arrays[LOGITS_INDICES], arrays[1])
             else:
-                _require_within("tokens", arrays[0], self._vocab)
-                _require_within("logits_indices", arrays[LOGITS_INDICES], len(inputs.tokens))
+                _require_within("tokens", tokens, self._vocab)
+                _require_within("logits_indices", arrays[LOGITS_INDICES], len(tokens))
                 num_logits = len(arrays[LOGITS_INDICES])
                 if not num_logits:  # a prompt's chunk: graphs need at least one row of logits
                     arrays[LOGITS_INDICES] = np.zeros(1, np.int32)
@@ -145,12 +146,11 @@ class Session(ABC):
                 del self._turns.running
             RUNNING.discard(call)
 
-    def _no_logits(self, inputs: ModelInputs) -> npt.NDArray[np.float32]:
-        if len(inputs.logits_indices) or inputs.input_row_offsets.any():
+    def _no_logits(self, indices: Array, offsets: Array) -> npt.NDArray[np.float32]:
+        if len(indices) or offsets.any():
             raise BindingError(
-                "tokens: expected some for "
-                f"{len(inputs.logits_indices)} logits_indices and input_row_offsets up to "
-                f"{int(inputs.input_row_offsets[-1])}, got none"
+                f"tokens: expected some for {len(indices)} logits_indices and input_row_offsets "
+                f"up to {int(offsets[-1])}, got none"
             )
         return np.empty((0, self._vocab), np.float32)
 
@@ -279,14 +279,15 @@ def _no_memory(symbol: TensorType) -> BindingError:
 
 
 def _dense(symbol: TensorType, array: Array) -> Array:
-    """A row-major array, as the graph takes its address. A buffer is never copied for that."""
+    """An aligned row-major array: the graph takes its address. A buffer is never copied."""
     if not isinstance(array, np.ndarray):
         return array  # memory that a session allocated on its device
-    if array.flags.c_contiguous and (array.flags.writeable or symbol.kind == "tensor"):
+    flags = array.flags
+    if flags.c_contiguous and flags.aligned and (flags.writeable or symbol.kind == "tensor"):
         return array
     if symbol.kind == "tensor":
-        return np.ascontiguousarray(array)
+        return array.copy()
     raise BindingError(
-        f"{symbol.name}: expected writeable row-major memory for a buffer, "
-        f"got strides {array.strides} and writeable={array.flags.writeable}"
+        f"{symbol.name}: expected writeable, aligned, row-major memory for a buffer, got strides "
+        f"{array.strides}, writeable={flags.writeable} and aligned={flags.aligned}"
     )

@@ -47,9 +47,9 @@ import numpy as np
 import numpy.typing as npt
 
 from kvgraph.contract.dims import Array, TensorType
-from kvgraph.contract.dtypes import DTYPES
+from kvgraph.contract.dtypes import ALL, DTYPES
 from kvgraph.contract.files import require_utf8
-from kvgraph.contract.signature import LOGITS_INDICES, output_name
+from kvgraph.contract.signature import LOGITS_INDICES, GraphSignature, output_name
 from kvgraph.errors import (
     ArtifactError,
     DeviceError,
@@ -63,11 +63,11 @@ from kvgraph.runtime.folder import ArtifactFolder
 from kvgraph.runtime.machine import default_threads
 from kvgraph.runtime.native_calls import native_call
 from kvgraph.runtime.sessions.base import Session, host_zeros
-from kvgraph.runtime.sessions.opening import require_names
+from kvgraph.runtime.sessions.opening import Found, require_bindings
 from kvgraph.signal_handlers import reraise_if_signalled
 
 if TYPE_CHECKING:
-    from onnxruntime import InferenceSession, IOBinding, SessionOptions
+    from onnxruntime import InferenceSession, IOBinding, NodeArg, SessionOptions
 
 EXTERNAL_FOLDER = "session.model_external_initializers_file_folder_path"
 
@@ -107,8 +107,7 @@ class OnnxRuntimeSession(Session):
         path = artifact.file("model.onnx")
         weights = artifact.file("weights.safetensors").parent
         self._session = open_session(ort, path, options, provider, weights=weights)
-        inputs, outputs = self._session.get_inputs(), self._session.get_outputs()
-        require_names(path, self.signature, [x.name for x in inputs], [x.name for x in outputs])
+        require_graph(self._session, path, self.signature)
         self._binding = self._session.io_binding()
         self._inputs = [_bound(self._binding, symbol) for symbol in self.signature.inputs]
         self._logits = _Logits(self._binding, self._vocab)
@@ -244,6 +243,24 @@ def open_session(
     return session
 
 
+def require_graph(session: InferenceSession, path: Path, signature: GraphSignature) -> None:
+    """Raise ArtifactError unless the model at `path` has the manifest's inputs and outputs."""
+    inputs, outputs = (
+        {x.name: _found(x) for x in each} for each in (session.get_inputs(), session.get_outputs())
+    )
+    require_bindings(path, signature, inputs, outputs)
+
+
+def _found(value: NodeArg) -> Found:
+    return TYPES.get(value.type, value.type), value.shape
+
+
+TYPES = {
+    f"tensor({'float' if dtype.name == 'float32' else dtype.name.replace('_', '')})": dtype.name
+    for dtype in ALL
+}
+"""ONNX Runtime's names of types -> ours."""
+
 _LIVE: WeakSet[InferenceSession] = WeakSet()
 
 
@@ -256,6 +273,9 @@ def _keep_for_ever() -> None:
 
 os.register_at_fork(after_in_child=_keep_for_ever)
 
+
+CODE = r"^\[ONNXRuntimeError\] : \d+ : \w+ : "
+"""The begin of ONNX Runtime's messages."""
 
 NEWER = (
     (r"Unsupported model (IR version): (\d+), max supported IR version: (\d+)", ""),
@@ -275,7 +295,7 @@ def _refusal(ort: ModuleType, model: Path, error: Exception) -> ArtifactError:
                 f"{model}: {what}: expected at most {most} {domain.format(*names)}from {mine}, got "
                 f"{found}; {UPGRADE}"
             )
-    why = re.sub(r"^\[ONNXRuntimeError\] : \d+ : \w+ : (Load model from .*? failed: ?)?", "", said)
+    why = re.sub(rf"{CODE}(Load model from .*? failed: ?)?", "", said)
     return ArtifactError(
         f"{model}: expected a model that {mine} takes, got one that it refuses: {why}"
     )
@@ -318,5 +338,8 @@ def import_onnxruntime() -> ModuleType:
 
 
 def last_sentence(error: Exception) -> str:
-    text = str(error).strip()
-    return text.splitlines()[-1] if text else type(error).__name__
+    """The last line of ONNX Runtime's message; of one about dims the lines that tell them."""
+    lines = [line.strip() for line in str(error).strip().splitlines()]
+    if dims := [line for line in lines if "Got: " in line and "Expected: " in line]:
+        return " ".join([re.sub(CODE, "", lines[0]), *dims])
+    return lines[-1] if lines else type(error).__name__

@@ -44,6 +44,7 @@ from kvgraph.runtime.sessions.onnxruntime import (
     last_sentence,
     open_session,
     register_ops,
+    require_graph,
     require_provider,
 )
 from kvgraph.signal_handlers import reraise_if_signalled
@@ -75,6 +76,7 @@ class OnnxRuntimeCudaSession(Session):
 
     def _open(self, ort: ModuleType, artifact: ArtifactFolder) -> None:
         self._session = _open(ort, artifact, self._device)
+        require_graph(self._session, artifact.folder / "model.onnx", self.signature)
         self._binding = self._session.io_binding()
         self._inputs = self.signature.inputs
         self._index_tensors = {

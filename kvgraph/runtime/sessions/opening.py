@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TypeAlias
 
+from kvgraph.contract.dims import TensorType
 from kvgraph.contract.files import require_utf8
 from kvgraph.contract.signature import GraphSignature, output_name
 from kvgraph.errors import ArtifactError, KVGraphError
@@ -36,17 +38,42 @@ def opening(path: Path, framework: str) -> Iterator[None]:
         ) from error
 
 
-def require_names(
-    path: Path, signature: GraphSignature, inputs: Collection[str], outputs: Collection[str]
+Found: TypeAlias = tuple[str, Sequence[int | str | None]]
+"""dtype and dims of a graph's input or output; a dim that is no integer is symbolic."""
+
+
+def require_bindings(
+    path: Path,
+    signature: GraphSignature,
+    inputs: Mapping[str, Found],
+    outputs: Mapping[str, Found],
 ) -> None:
-    """Raise ArtifactError unless an ONNX model has the manifest's inputs and outputs."""
+    """Raise ArtifactError unless an ONNX model has the manifest's inputs and outputs: names, dtypes
+    and static dims."""
     named = {
-        "inputs": ({symbol.name for symbol in signature.inputs}, set(inputs)),
-        "outputs": ({output_name(symbol) for symbol in signature.outputs}, set(outputs)),
+        "inputs": ({symbol.name: symbol for symbol in signature.inputs}, inputs),
+        "outputs": ({output_name(symbol): symbol for symbol in signature.outputs}, outputs),
     }
     for kind, (expected, found) in named.items():
-        if expected != found:
+        if set(expected) != set(found):
             raise ArtifactError(
                 f"{path}: {kind}: expected {sorted(expected)} from the manifest, "
                 f"got {sorted(found)}"
             )
+        for name, symbol in expected.items():
+            require_type(path, name, symbol, found[name])
+
+
+def require_type(path: Path, name: str, symbol: TensorType, found: Found) -> None:
+    """Raise ArtifactError unless the graph's input or output `name` has the symbol's dtype and
+    static dims."""
+    dtype, dims = found
+    if (symbol.dtype, _static(symbol.shape)) != (dtype, _static(dims)):
+        raise ArtifactError(
+            f"{path}: {name}: expected {symbol.dtype} {list(symbol.shape)} from the manifest, "
+            f"got {dtype} {list(dims)}"
+        )
+
+
+def _static(dims: Sequence[int | str | None]) -> list[int | None]:
+    return [dim if isinstance(dim, int) else None for dim in dims]

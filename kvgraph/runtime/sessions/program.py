@@ -17,7 +17,7 @@ from kvgraph.contract.params import KVCacheParams
 from kvgraph.errors import ArtifactError
 from kvgraph.runtime.folder import ArtifactFolder
 from kvgraph.runtime.sessions.launches import Gpu, Shared, launches_of
-from kvgraph.runtime.sessions.opening import opening
+from kvgraph.runtime.sessions.opening import opening, require_type
 from kvgraph.runtime.sessions.pickles import require_no_pickles
 from kvgraph.runtime.sessions.views import join_views
 from kvgraph.runtime.sessions.weights import read_weights
@@ -84,6 +84,10 @@ def _load(path: Path) -> torch.export.ExportedProgram:
         logger.setLevel(level)
 
 
+def _dim(extent: int | torch.SymInt) -> int | str:
+    return extent if isinstance(extent, int) else str(extent)
+
+
 def _replace_ops(
     module: torch.fx.GraphModule,
     inputs: Sequence[TensorType],
@@ -98,6 +102,10 @@ def _replace_ops(
             f"{path}: expected {len(inputs)} inputs from the manifest, got {len(placeholders)}"
         )
     symbols = dict(zip(placeholders, inputs, strict=True))
+    for node, symbol in symbols.items():
+        given = node.meta["val"]
+        dtype = str(given.dtype).removeprefix("torch.")
+        require_type(path, symbol.name, symbol, (dtype, [_dim(extent) for extent in given.shape]))
     shared = Shared(graph)
     for node in list(graph.nodes):
         launches = launches_of(node, module, symbols, leaves, gpu)

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
 from kvgraph.contract.dims import Array
+from kvgraph.contract.dtypes import ALL
 from kvgraph.contract.signature import output_name
 from kvgraph.errors import MissingDependencyError
 from kvgraph.runtime.folder import ArtifactFolder
 from kvgraph.runtime.sessions.base import Session
-from kvgraph.runtime.sessions.opening import opening, require_names
+from kvgraph.runtime.sessions.opening import Found, opening, require_bindings
+
+if TYPE_CHECKING:
+    from onnx import TypeProto
 
 
 class ReferenceSession(Session):
@@ -33,7 +38,14 @@ class ReferenceSession(Session):
         path = artifact.folder / "model.onnx"
         with opening(path, f"onnx {onnx.__version__}"):
             self._evaluator = made = ReferenceEvaluator(str(path), new_ops=reference_ops())
-        require_names(path, self.signature, made.input_names, made.output_names)
+        inputs, outputs = (
+            {name: _found(kind) for name, kind in zip(names, kinds, strict=True)}
+            for names, kinds in (
+                (made.input_names, made.input_types),
+                (made.output_names, made.output_types),
+            )
+        )
+        require_bindings(path, self.signature, inputs, outputs)
 
     def _run(self, arrays: Sequence[Array]) -> npt.NDArray[np.float32]:
         names = (symbol.name for symbol in self.signature.inputs)
@@ -45,3 +57,10 @@ class ReferenceSession(Session):
                 feeds[symbol.name][...] = buffer
         result: npt.NDArray[np.float32] = logits
         return result
+
+
+def _found(kind: TypeProto) -> Found:
+    tensor = kind.tensor_type
+    names = {dtype.onnx: dtype.name for dtype in ALL}
+    dims = [dim.dim_param or dim.dim_value for dim in tensor.shape.dim]
+    return names.get(tensor.elem_type, str(tensor.elem_type)), dims
