@@ -91,15 +91,16 @@ def test_a_forked_child_leaves_the_engine_to_its_parent(compiled: Callable[..., 
 
 
 THREAD = """
-import os, signal, sys, threading
+import os, signal, sys, threading, time
 from kvgraph import Engine, SamplingParams
 
 engine = Engine(sys.argv[1], num_pages=400, num_threads=2)
 LONG = SamplingParams(max_new_tokens=800, ignore_eos=True)
 GUIDED = SamplingParams(guided_json={{"type": "array"}}, max_new_tokens=800)
 
-def run():
-    while True:
+def run():  # from Python 3.12 on, the end waits for a thread that is no daemon
+    until = time.monotonic() + 3
+    while time.monotonic() < until:
         {call}
 
 thread = threading.Thread(target=run, daemon={is_daemon})
