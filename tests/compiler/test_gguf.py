@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import gguf
 import numpy as np
@@ -248,3 +249,36 @@ def test_a_file_without_a_tensor_is_named(
         kvgraph.compile(path, tmp_path / "out")
     assert str(error.value).startswith(f"{path}: expected weights for every parameter, got ")
     assert "layers.1.mlp.down_proj.weight" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "name", "change"),
+    [
+        ("qwen3_moe", "blk.0.ffn_up_exps.weight", lambda data: data[:1]),
+        ("qwen3_moe", "blk.0.ffn_gate_exps.weight", lambda data: data.reshape(-1)),
+        ("qwen3_moe", "blk.0.ffn_gate_exps.weight", lambda data: data[None]),
+        ("llama", "blk.0.attn_q.weight", lambda data: data[:1]),
+        ("llama", "blk.0.attn_k.weight", lambda data: data[None]),
+        ("llama", "blk.0.ffn_down.weight", lambda data: data[:0]),
+        ("llama", "blk.0.ffn_down.weight", lambda data: np.concatenate([data, data], -1)),
+    ],
+)
+def test_a_tensor_of_another_shape(
+    architecture: str,
+    name: str,
+    change: Callable[[np.ndarray], np.ndarray],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """transformers would repeat the numbers of a single expert."""
+    whole = gguf_files.tensors
+
+    def tensors(*given: Any) -> dict[str, Any]:
+        found = whole(*given)
+        data, blocks = found[name]
+        return found | {name: (np.ascontiguousarray(change(data)), blocks)}
+
+    monkeypatch.setattr(gguf_files, "tensors", tensors)
+    folder = make_model(architecture, tmp_path / "model", **EXPERTS)
+    path = gguf_files.make(folder, tmp_path / "model.gguf", "Q8_0")
+    assert " from its configuration, got [" in refused(path)

@@ -26,6 +26,8 @@ DRAFTS = re.compile(r"^(model\.)?mtp\b")
 
 LAYER = re.compile(r"\blayers\.(\d+)\.")
 
+ONE_EXPERT = re.compile(r"\.experts\.\d+\.")
+
 MOST_ZEROS = 1 << 20
 """Most elements of a bias that is read to see if it is all zeros. AutoGPTQ stores such a bias for
 layers without one."""
@@ -61,11 +63,14 @@ def incomplete(folder: Path, problem: str, first: str, left: Sequence[str]) -> M
     """The error for parameters without weights. `left`: tensors of the checkpoint without use."""
     named = next((name for name in left if name.endswith(f".{first}")), None)
     adapter = next((name for name in left if ".lora_" in name), None)
+    alone = next((name for name in left if ONE_EXPERT.search(name)), None)
     step = ""
     if adapter is not None:
         step = f"; merge the LoRA adapter, such as {adapter}, into its base model {MERGE}"
     elif named is not None:
         step = f"; strip {named.removesuffix(first)!r} from the names of tensors, as in {named}"
+    elif alone is not None and ".experts." in first:
+        step = f"; experts of this model are not read one by one from tensors such as {alone}"
     elif left:
         step = f"; the first tensor without a place is {left[0]}"
     return ModelError(

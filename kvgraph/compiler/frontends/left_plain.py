@@ -24,8 +24,13 @@ LANGUAGE_PARTS = ("language_model.", "text_model.")
 """Prefixes of the language part's names in a larger model, before or after `model.`."""
 
 CLASS = "Linear"
+CLASSES = (CLASS, "Embedding")
+"""Classes of layers that a group of compressed-tensors may mean."""
 EXPERT = ("", ".gate_up_proj", ".0.gate_proj", ".0.up_proj", ".0.w1")
 """Suffixes that make a matrix's name of the name of a layer of experts."""
+
+Group = Config | list[object]
+"""A group of compressed-tensors: what it says, or the targets of a scheme that its name gives."""
 
 Rule = Callable[[str], bool]
 """`rule(name)`: whether the module of that name is left plain."""
@@ -79,27 +84,46 @@ def _spellings(name: str) -> Iterator[str]:
 
 
 def _of_compressed_tensors(given: Config) -> _Rule:
-    ignored, targets = _texts(given.get("ignore")), list(_targets(given.get("config_groups")))
-
-    def is_meant(entry: str, names: list[str]) -> bool:
-        if entry.startswith("re:"):
-            return _found(re.match, entry.removeprefix("re:"), names)
-        return entry in (CLASS, *names)
-
+    ignored = _texts(given.get("ignore"))
+    groups = [targets for _, _, targets in _groups(given)]
+    targets = (
+        [entry for each in groups for entry in each] if given.get("config_groups") else [CLASS]
+    )
     return lambda names: (
-        any(is_meant(entry, names) for entry in ignored)
-        or not any(is_meant(entry, names) for entry in targets)
+        any(_is_meant(entry, names, [CLASS]) for entry in ignored)
+        or not any(_is_meant(entry, names, [CLASS]) for entry in targets)
     )
 
 
-def _targets(groups: object) -> Iterator[str]:
-    """Targets of all groups with weights. A group without targets, and a configuration without
-    groups, mean every linear layer."""
-    for group in groups.values() if isinstance(groups, dict) and groups else [None]:
-        if isinstance(group, dict) and not group.get("weights"):
-            continue
-        named = group.get("targets") if isinstance(group, dict) else group
-        yield from _texts(named) or [CLASS]
+def groups_for(given: Config, name: str) -> list[tuple[str, Group]]:
+    """The groups of compressed-tensors, with their names, that may quantise the layer `name`: those
+    that name it or, if there are none, those for a class, which is not known here."""
+    groups = list(_groups(given))
+    for names, classes in (([name], ()), ([], CLASSES)):
+        found = [
+            (key, group)
+            for key, group, targets in groups
+            if any(_is_meant(entry, names, classes) for entry in targets)
+        ]
+        if found:
+            return found
+    return []
+
+
+def _is_meant(entry: str, names: Sequence[str], classes: Sequence[str]) -> bool:
+    if entry.startswith("re:"):
+        return _found(re.match, entry.removeprefix("re:"), names)
+    return entry in (*classes, *names)
+
+
+def _groups(given: Config) -> Iterator[tuple[str, Group, list[str]]]:
+    """Name, content and targets of each group with weights. A group without targets means every
+    linear layer."""
+    for name, group in (given.get("config_groups") or {}).items():
+        if isinstance(group, list):
+            yield name, group, _texts(group) or [CLASS]
+        elif group.get("weights"):
+            yield name, group, _texts(group.get("targets")) or [CLASS]
 
 
 def _of_modelopt(given: Config) -> _Rule:
@@ -140,7 +164,12 @@ def _is_within(pattern: str, names: list[str]) -> bool:
     return _found(re.search, rf"(?:^|\.)(?:{pattern})(?:\.|$)", names)
 
 
-def _found(how: Callable[[str, str], object], pattern: str, names: list[str]) -> bool:
+def is_start(pattern: str, name: str) -> bool:
+    """Whether `pattern` matches the start of a layer's name."""
+    return _found(re.match, pattern, [name])
+
+
+def _found(how: Callable[[str, str], object], pattern: str, names: Sequence[str]) -> bool:
     try:
         return any(how(pattern, name) for name in names)
     except re.error:  # entries of these lists are not checked when the configuration is read

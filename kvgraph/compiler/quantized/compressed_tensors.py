@@ -21,6 +21,8 @@ from __future__ import annotations
 import torch
 
 from kvgraph.compiler.frontends.folder import Config, block_of
+from kvgraph.compiler.frontends.left_plain import Group, groups_for
+from kvgraph.compiler.frontends.stored_forms import BY_INPUT
 from kvgraph.compiler.quantized.floats import FLOAT8, FourBits, scaled
 from kvgraph.compiler.quantized.integers import Integers
 from kvgraph.compiler.quantized.parts import Parts, read_finite, unpack
@@ -28,9 +30,12 @@ from kvgraph.compiler.values import Plain, Rows, Values
 from kvgraph.errors import ModelError
 
 BITS = (2, 4, 8)
+ZERO_POINTS = (torch.int8, torch.int32, torch.int64)
 DENSE = (None, "dense")
 UNREAD = ("mxfp6-pack-quantized",)
 """Formats that are refused by name, because their tensors look like those of another format."""
+ASYMMETRIC = "_ASYM"
+"""End of the name of a scheme with zero points."""
 PRESET_BLOCKS = {"FP8_BLOCK": (128, 128)}
 """Named schemes with scales of blocks -> height and width of a block."""
 
@@ -52,7 +57,33 @@ def weights(parts: Parts, config: Config) -> dict[str, Values]:
         name = f"{stem}.weight"
         if name not in found:
             found[name] = _scaled(parts, stem, sizes, _block(config))
+        _require_parts(parts, stem, config)
     return found
+
+
+def _require_parts(parts: Parts, stem: str, config: Config) -> None:
+    """Raise UnsupportedError if a weight lacks zero points or an order of inputs that the layer's
+    groups name."""
+    groups = groups_for(config, stem)
+    zeros, index = f"{stem}.weight_zero_point", f"{stem}.weight_g_idx"
+    if groups and zeros not in parts.stored and all(_is_asymmetric(*each) for each in groups):
+        raise parts.refuse(zeros, "one for weights that are not symmetric", "none")
+    shape = parts.stored[f"{stem}.weight_scale"].shape
+    if not shape or shape[-1] == 1 or index in parts.stored:
+        return
+    if groups and all(_has_order(group) for _, group in groups):
+        raise parts.refuse(index, "one, as actorder says", "none")
+
+
+def _is_asymmetric(name: str, group: Group) -> bool:
+    if isinstance(group, list):
+        return name.upper().endswith(ASYMMETRIC)
+    return (group.get("weights") or {}).get("symmetric") is False
+
+
+def _has_order(group: Group) -> bool:
+    given = {} if isinstance(group, list) else group.get("weights") or {}
+    return str(given.get("actorder")).lower() in BY_INPUT
 
 
 def _formats(config: Config) -> list[object]:
@@ -86,29 +117,40 @@ def _packed(parts: Parts, stem: str, sizes: set[int]) -> Values:
     packed = parts.take(f"{stem}.weight_packed", stem)
     scales = parts.take(f"{stem}.weight_scale", packed.stored.name)
     if packed.dtype == torch.uint8:
-        whole = parts.find(f"{stem}.weight_global_scale")
-        if whole is not None:
-            parts.require_shape(whole, (), (1,))
-        parts.require_even_groups(scales, packed.shape[-1] * 2, scales.shape[-1], sizes)
-        groups = packed.shape[-1] * 2 // max(1, scales.shape[-1])
-        parts.require_shape(scales, (*packed.shape[:-1], packed.shape[-1] * 2 // max(1, groups)))
-        parts.kinds.add(f"4 bits in groups of {groups}")
-        return FourBits(packed, scales, whole)
+        return _four_bits(parts, stem, packed, scales, sizes)
     parts.require_dtype(packed, torch.int32, torch.uint8)
     outputs, words = parts.require_matrix(packed)
     shape = parts.take(f"{stem}.weight_shape", packed.stored.name)
-    read = [int(size) for size in shape.read()]
-    inputs = read[-1]
-    bits = next((b for b in BITS if -(-inputs * b // 32) == words), None)
-    if len(read) != 2 or read[0] != outputs:
+    parts.require_dtype(shape, torch.int32, torch.int64)
+    parts.require_shape(shape, (2,))
+    read = shape.read().tolist()
+    inputs = read[1]
+    if read[0] != outputs or inputs < 1:
         raise ModelError(f"{shape.where}: expected {outputs} outputs and its inputs, got {read}")
+    bits = next((b for b in BITS if -(-inputs * b // 32) == words), None)
     if bits is None:
         raise parts.refuse(f"{stem}.weight_packed", "2, 4 or 8 bits", f"{words * 32 / inputs:g}")
     groups, index = _groups(parts, stem, scales, (outputs, inputs), sizes)
     zeros = parts.find(f"{stem}.weight_zero_point")
     if zeros is not None:  # packed, or one byte each
+        parts.require_dtype(zeros, *ZERO_POINTS)
         parts.require_shape(zeros, (-(-outputs * bits // 32), groups), (outputs, groups))
     return _Integers(packed, scales, zeros, index, bits, (outputs, inputs), groups)
+
+
+def _four_bits(parts: Parts, stem: str, packed: Plain, scales: Plain, sizes: set[int]) -> FourBits:
+    """FP4 weights. Scales that are not exponents are relative to `weight_global_scale`."""
+    parts.require_matrices(packed)
+    inputs, count = packed.shape[-1] * 2, scales.shape[-1] if scales.shape else 1
+    parts.require_shape(scales, (*packed.shape[:-1], count))
+    parts.require_even_groups(scales, inputs, count, sizes)
+    name = f"{stem}.weight_global_scale"
+    is_exponent = scales.dtype == torch.uint8
+    whole = parts.find(name) if is_exponent else parts.take(name, scales.stored.name)
+    if whole is not None:
+        parts.require_shape(whole, (), (1,))
+    parts.kinds.add(f"4 bits in groups of {inputs // count}")
+    return FourBits(packed, scales, whole)
 
 
 def _scaled(parts: Parts, stem: str, sizes: set[int], block: tuple[int, int] | None) -> Values:
@@ -122,6 +164,7 @@ def _scaled(parts: Parts, stem: str, sizes: set[int], block: tuple[int, int] | N
     groups, index = _groups(parts, stem, scales, (outputs, inputs), sizes)
     zeros = parts.find(f"{stem}.weight_zero_point")
     if zeros is not None:
+        parts.require_dtype(zeros, *ZERO_POINTS)
         parts.require_shape(zeros, scales.shape)
     return _Integers(numbers, scales, zeros, index, 8, (outputs, inputs), groups)
 

@@ -88,7 +88,8 @@ def scaled(
     `sizes`: allowed group sizes; empty: any size.
     ModelError: the shape of `scales` fits none of these.
     """
-    *leading, height, width = numbers.shape if len(numbers.shape) > 1 else (1, *numbers.shape)
+    parts.require_matrices(numbers)
+    *leading, height, width = numbers.shape
     shapes: dict[tuple[int, ...], Block] = {(): (height, width), (1,): (height, width)}
     shapes[(*leading, 1, 1)] = height, width
     shapes[(*leading, height, 1)] = shapes[(*leading, height)] = 1, width

@@ -5,6 +5,8 @@ Weight `X` is multiplied by its scales, which are in `X_scale_inv` or `X_scale`.
 
 from __future__ import annotations
 
+import torch
+
 from kvgraph.compiler.frontends.folder import Config
 from kvgraph.compiler.quantized.floats import FLOAT8, scaled
 from kvgraph.compiler.quantized.parts import Parts
@@ -16,8 +18,11 @@ SCALES = ("_scale_inv", "_scale")
 def weights(parts: Parts, config: Config) -> dict[str, Values]:
     block = config.get("weight_block_size")
     found: dict[str, Values] = {}
-    for name in sorted(n for n, stored in parts.stored.items() if stored.dtype == FLOAT8):
+    names = {name for name, stored in parts.stored.items() if stored.dtype == FLOAT8}
+    names |= {stem for end in SCALES for stem in parts.stems(end) if stem in parts.stored}
+    for name in sorted(names):
         numbers = parts.take(name, name)
+        parts.require_dtype(numbers, torch.float8_e4m3fn)
         given = [f"{name}{end}" for end in SCALES if f"{name}{end}" in parts.stored]
         scales = parts.take(given[0] if given else f"{name}{SCALES[0]}", name)
         found[name] = scaled(parts, numbers, scales, tuple(block) if block else None)

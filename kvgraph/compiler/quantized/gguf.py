@@ -6,6 +6,7 @@ llama.cpp changed them (it permutes queries and keys of Llama).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -22,6 +23,7 @@ from kvgraph.compiler.values import PLAIN_BITS, Coded, CodedRows, Converted, Val
 from kvgraph.contract.dims import Array
 from kvgraph.errors import ModelError
 from kvgraph.ops.packed import Form
+from kvgraph.signal_handlers import reraise_if_signalled
 
 if TYPE_CHECKING:
     from gguf import ReaderTensor
@@ -66,6 +68,7 @@ def _values(
     processor: TensorProcessor,
     shape: tuple[int, ...],
 ) -> Values:
+    _require_count(path, tensors, shape)
     compute = partial(_decode, path, name, tensors, processor, shape)
     where, bits = f"{path}: {tensors[0].name}", nearest_bits(tensors) or PLAIN_BITS
     if len(tensors) == 1 and len(shape) == 2 and tensors[0].tensor_type.name in GGUF_BLOCKS:
@@ -73,6 +76,17 @@ def _values(
         if order is not None and tensors[0].data.shape[0] == shape[0]:
             return Blocks(where, shape, compute, bits, tensors[0], order)
     return Converted(where, shape, torch.float32, compute, bits)
+
+
+def _require_count(path: Path, tensors: Sequence[ReaderTensor], shape: tuple[int, ...]) -> None:
+    """Raise ModelError unless a parameter has as many elements as its tensors. transformers may
+    repeat those of a smaller one."""
+    if sum(int(tensor.n_elements) for tensor in tensors) == math.prod(shape):
+        return
+    got = " and ".join(str([int(size) for size in tensor.shape[::-1]]) for tensor in tensors)
+    raise ModelError(
+        f"{path}: {tensors[0].name}: expected {list(shape)} from its configuration, got {got}"
+    )
 
 
 class Blocks(Converted):
@@ -161,9 +175,16 @@ def _decode(
     found: torch.Tensor | None = None
     for tensor in tensors:
         numbers = dequantize(tensor.data, tensor.tensor_type)
-        made = processor.process(
-            weights=numbers, name=tensor.name, tensor_key_mapping=own, parsed_parameters=parsed
-        )
+        try:
+            made = processor.process(
+                weights=numbers, name=tensor.name, tensor_key_mapping=own, parsed_parameters=parsed
+            )
+        except Exception as error:  # it expects the shape that llama.cpp writes
+            reraise_if_signalled(error)
+            raise ModelError(
+                f"{path}: {tensor.name}: expected {list(shape)} from its configuration, got "
+                f"{list(numbers.shape)}"
+            ) from error
         found = parsed["tensors"].get(name)
         if found is None:
             found = torch.from_numpy(np.array(made.weights, np.float32))

@@ -16,6 +16,7 @@ from __future__ import annotations
 import torch
 
 from kvgraph.compiler.frontends.folder import Config
+from kvgraph.compiler.frontends.left_plain import is_start
 from kvgraph.compiler.quantized.integers import Integers
 from kvgraph.compiler.quantized.parts import Parts, read_finite, sizes_of_rules, unpack
 from kvgraph.compiler.values import Plain, Rows, Values
@@ -40,12 +41,21 @@ def weights(parts: Parts, config: Config) -> dict[str, Values]:
     found: dict[str, Values] = {}
     for stem in list(parts.stems(".qweight")):
         found[f"{stem}.weight"] = weight = _weight(parts, stem, bits, LESS[form])
-        is_ordered = config.get("desc_act") and not config.get("static_groups")
-        if is_ordered and weight._groups > 1 and parts.find(f"{stem}.g_idx") is None:
+        is_ordered = weight._groups > 1 and _is_ordered(config, stem)
+        if is_ordered and f"{stem}.g_idx" not in parts.stored:
             raise parts.refuse(f"{stem}.g_idx", "one, as desc_act says", "none")
         if all(map(weight.has_uneven_groups, sizes)):
             raise parts.refuse(f"{stem}.g_idx", f"one, for groups of {size}", "none")
     return found
+
+
+def _is_ordered(config: Config, stem: str) -> bool:
+    """Whether a layer's groups are in the order of activations, by `dynamic` or for all layers."""
+    rules = (config.get("dynamic") or {}).items()
+    named = [rule for name, rule in rules if is_start(name.removeprefix("+:"), stem)]
+    own = next((rule for rule in named if isinstance(rule, dict)), {})
+    given = {**config, **own}
+    return bool(given.get("desc_act")) and not given.get("static_groups")
 
 
 def _weight(parts: Parts, stem: str, usual: int, less: int) -> _Grouped:

@@ -6,7 +6,8 @@ For a weight of N outputs and K inputs:
             float8_e4m3fn [N, K / 16], times weight_scale_2, a single number
     MXFP4   weight as above; weight_scale uint8 [N, K / 32], exponents
     FP8     weight float8_e4m3fn [N, K]; weight_scale: one, of rows [N], or of blocks of 128 x 128,
-            [ceil(N / 128), 1, ceil(K / 128), 1]
+            [ceil(N / 128), 1, ceil(K / 128), 1]. Stacked experts X, stored as the model has them,
+            have one, X_weight_scale
     MXFP8   weight float8_e4m3fn [N, K]; weight_scale uint8 [N, K / 32], exponents
 
 Scales of activations and of a cache are ignored, as in compressed_tensors.py.
@@ -23,6 +24,7 @@ from kvgraph.compiler.values import Values
 from kvgraph.ops.packed import MXFP4_GROUP, NVFP4_GROUP
 
 BLOCK = (128, 128)
+STACKED = "_weight_scale"
 REFUSED = {
     ".pre_quant_scale": "scales that activations are multiplied by",
     ".svdquant_lora_a": "a part of low rank",
@@ -35,7 +37,18 @@ def weights(parts: Parts, config: Config) -> dict[str, Values]:
     for end, what in REFUSED.items():
         for stem in parts.stems(end):
             raise parts.refuse(f"{stem}{end}", "none", what)
-    return {f"{stem}.weight": _weight(parts, stem) for stem in parts.stems(".weight_scale")}
+    found = {f"{stem}.weight": _weight(parts, stem) for stem in parts.stems(".weight_scale")}
+    return found | {name: _stacked(parts, name) for name in parts.stems(STACKED)}
+
+
+def _stacked(parts: Parts, name: str) -> Values:
+    """A parameter that is no module's `weight`: all experts of a layer."""
+    scales = parts.take(f"{name}{STACKED}", name)
+    numbers = parts.take(name, scales.stored.name)
+    if numbers.stored.dtype != FLOAT8 or scales.shape not in ((), (1,)):
+        got = f"{numbers.stored.dtype} with scales {scales.stored.dtype} {list(scales.shape)}"
+        raise parts.refuse(name, "FP8 with one scale for stacked experts", got)
+    return scaled(parts, numbers, scales, None)
 
 
 def _weight(parts: Parts, stem: str) -> Values:
@@ -48,7 +61,10 @@ def _weight(parts: Parts, stem: str) -> Values:
         got = f"{numbers.stored.dtype} with scales in {scales.stored.dtype}"
         raise parts.refuse(f"{stem}.weight", "NVFP4, MXFP4, FP8 or MXFP8", got)
     group = NVFP4_GROUP if is_nvfp4 else MXFP4_GROUP
-    parts.require_shape(scales, (*numbers.shape[:-1], numbers.shape[-1] * 2 // group))
+    parts.require_matrices(numbers)
+    inputs = numbers.shape[-1] * 2
+    parts.require_shape(scales, (*numbers.shape[:-1], -(-inputs // group)))
+    parts.require_even_groups(scales, inputs, scales.shape[-1], (group,))
     parts.kinds.add(f"4 bits in groups of {group}")
     if not is_nvfp4:
         return FourBits(numbers, scales)

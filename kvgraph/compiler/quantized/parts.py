@@ -18,6 +18,7 @@ EXPONENT_BIAS = 127
 
 LEFT = (
     ".activation_scale",
+    "_input_scale",
     *(
         f".{of}_{what}"
         for of in ("input", "output", "q", "k", "v")
@@ -61,16 +62,25 @@ class Parts:
         return (name.removesuffix(suffix) for name in names)
 
     def find(self, name: str) -> Plain | None:
-        """The tensor `name`, marked as taken; None if it is not stored."""
+        """The tensor `name`, marked as taken; None if it is not stored.
+
+        ModelError if it has no elements. UnsupportedError if its dtype cannot be read.
+        """
+        if name in self.unread:
+            raise self.refuse(name, "a dtype that is read", self.unread[name])
         if name not in self.stored:
             return None
         self.taken.add(name)
-        return Plain(self.stored[name])
+        found = Plain(self.stored[name])
+        if 0 in found.shape:
+            raise ModelError(
+                f"{found.where}: expected numbers, got {list(found.shape)}: a damaged file; "
+                f"{INSTEAD}"
+            )
+        return found
 
     def take(self, name: str, beside: str) -> Plain:
         found = self.find(name)
-        if found is None and name in self.unread:
-            raise self.refuse(name, "a dtype that is read", self.unread[name])
         if found is None:
             raise ModelError(
                 f"{self.folder}: expected {name} beside {beside}, as {self.method} stores a "
@@ -119,6 +129,14 @@ class Parts:
             f"{scales.where}: expected groups {f'of {of} ' if sizes else ''}that divide the "
             f"{inputs} inputs, got {count}; {INSTEAD}"
         )
+
+    def require_matrices(self, part: Plain) -> None:
+        """Raise ModelError unless `part` is a matrix, or one for each expert."""
+        if len(part.shape) not in (2, 3):
+            raise ModelError(
+                f"{part.where}: expected a matrix, or one for each expert, got "
+                f"{list(part.shape)}: a damaged file, or a form that is not read; {INSTEAD}"
+            )
 
     def require_matrix(self, part: Plain) -> tuple[int, int]:
         """The shape of `part`. UnsupportedError unless it has two dims."""
