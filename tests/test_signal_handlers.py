@@ -22,6 +22,8 @@ ELSEWHERE = {
     "rebuild": "a process of its own",
     "ops/group.py": "kept, and raised once the collective is over",
     "runtime/async_engine.py": "the engine's thread, and tasks of an event loop",
+    "runtime/engine_calls.py": "the engine's thread",
+    "runtime/native_calls.py": "the end of Python, which no handler may cut short",
     "runtime/ranks": "kept, and raised in the caller's thread",
     "compiler/check/ranks.py": "threads of ranks",
 }

@@ -2,14 +2,17 @@
 
 It is computed before anything is lowered, over all nodes that reach the logits or write a cache.
 Names of nodes, symbols and source lines are left out. So are values of parameters, which hashes of
-the artifact's weights files cover. So the digest does not depend on the process that exports, and
-two modules of one class with different `forward` code have different digests. Another version of
-torch or transformers may change it: pages that were cached before are then not found.
+the artifact's weights files cover. So is the order of nodes that do not need each other: a module
+may compute its parts in the order of a Python set, which differs from one process to the next. So
+the digest does not depend on the process that exports, and two modules of one class with different
+`forward` code have different digests. Another version of torch or transformers may change it: pages
+that were cached before are then not found.
 """
 
 from __future__ import annotations
 
 from hashlib import sha256
+from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
@@ -17,14 +20,14 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
 from torch.fx import Graph, GraphModule, Node
 
+from kvgraph.compiler.passes.writes import base_of, written_by
 from kvgraph.contract.signature import GraphSignature
 
 DOMAIN = "kvgraph-program-1"
 
 
 def program_digest(program: ExportedProgram, signature: GraphSignature) -> bytes:
-    """SHA-256 (32 bytes) over the signature's inputs, and the program's constants and live nodes in
-    order."""
+    """SHA-256 (32 bytes) over the signature's inputs, the program's constants and its nodes."""
     digest = sha256(DOMAIN.encode())
     for symbol in signature.inputs:
         digest.update(f"{symbol.name} {symbol.dtype} {symbol.shape}\n".encode())
@@ -65,7 +68,6 @@ def _content(value: object) -> str:
 
 def _lines(graph: Graph, inputs: dict[str, str], root: GraphModule) -> list[str]:
     """One line for each live node: its operator, and its operands as line numbers."""
-    live = _live(graph)
     number: dict[Node, int] = {}
     lines = []
 
@@ -78,9 +80,7 @@ def _lines(graph: Graph, inputs: dict[str, str], root: GraphModule) -> list[str]
             return f"{{{', '.join(f'{key}: {said(given[key])}' for key in sorted(given))}}}"
         return repr(given)
 
-    for node in graph.nodes:
-        if node not in live:
-            continue
+    for node in _ordered(graph):
         number[node] = len(number)
         if node.op == "placeholder":
             lines.append(f"placeholder {inputs.get(node.name, node.name)}")
@@ -98,11 +98,26 @@ def _lines(graph: Graph, inputs: dict[str, str], root: GraphModule) -> list[str]
     return lines
 
 
-def _live(graph: Graph) -> set[Node]:
-    """Nodes that reach an output or change memory."""
+def _ordered(graph: Graph) -> list[Any]:
+    """Nodes that reach an output or change memory, each behind its operands.
+
+    Those that use memory which the program changes are in the program's order. All others are where
+    they are first needed.
+    """
+    changed = {base_of(written) for node in graph.nodes for written in written_by(node)}
     live: set[Node] = set()
     for node in reversed(graph.nodes):
-        if node in live or node.is_impure():
+        if node in live or node.op == "output" or written_by(node):
             live.add(node)
             live.update(node.all_input_nodes)
-    return live
+    found: dict[Node, None] = {}
+    for root in graph.nodes:
+        is_root = root.op == "output" or any(base_of(x) in changed for x in root.all_input_nodes)
+        waiting = [root] if is_root and root in live else []
+        while waiting:
+            missing = [x for x in waiting[-1].all_input_nodes if x not in found]
+            if missing:
+                waiting.extend(reversed(missing))
+            else:
+                found[waiting.pop()] = None
+    return list(found)

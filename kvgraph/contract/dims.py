@@ -78,7 +78,9 @@ class TensorType:
             raise BindingError(
                 f"{self.name}: expected an extent for dim {symbol!r}, got only {sorted(sizes)}"
             )
-        extent = require_integer(f"{self.name}: {symbol}", sizes[symbol], BindingError, least=0)
+        extent = sizes[symbol]
+        if type(extent) is not int or extent < 0:
+            extent = require_integer(f"{self.name}: {symbol}", extent, BindingError, least=0)
         return extent + int(offset or 0)
 
     def bind(self, dtype: str, shape: tuple[int, ...], sizes: dict[str, int]) -> None:

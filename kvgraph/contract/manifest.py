@@ -340,7 +340,7 @@ def _require_values(manifest: Manifest) -> None:
                 f"mixtures[{index}].active: expected 0 to {mixture.experts} experts of 1 or more, "
                 f"got {mixture.active}"
             )
-    for name in ("mixtures", "executed", "collectives"):
+    for name in ("layers", "mixtures", "executed", "collectives"):
         require_counts(name, getattr(manifest, name))
     places = {(layer.leaf, layer.index) for layer in manifest.layers}
     require_layers(places, require_layout("layout", manifest.layout).leaves)

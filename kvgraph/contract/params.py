@@ -31,6 +31,9 @@ CacheSymbols: TypeAlias = (
 )
 """Records of a single cache, one per device; their class follows the cache's strategy."""
 
+GRANULARITY = 128
+"""Elements of a head with one scale, by default."""
+
 
 class KVCacheStrategy(StrEnum):
     PAGED = "paged"
@@ -44,7 +47,7 @@ class KVCacheQuantization:
 
     dtype: Literal["int8", "float8_e4m3fn"]
     scale_dtype: str = "float32"
-    granularity: int = 128
+    granularity: int = GRANULARITY
 
     def __post_init__(self) -> None:
         if self.dtype not in QUANTIZED:
@@ -316,8 +319,8 @@ class KVCacheParams:
     def layout_dict(self) -> dict[str, object]:
         """Layout fields as JSON values; manifests store them, and managers are compared to them.
 
-        Layouts that mean the same are equal: a granularity is at most `head_dim`, and only a paged
-        cache has a page size.
+        Layouts that mean the same are equal: one scale for a head has one spelling, and only a
+        paged cache has a page size.
         """
         values: dict[str, object] = {name: getattr(self, name) for name in LAYOUT_FIELDS}
         values["cache_strategy"] = str(self.cache_strategy)
@@ -327,7 +330,7 @@ class KVCacheParams:
             values["quantization"] = {
                 "dtype": self.quantization.dtype,
                 "scale_dtype": self.quantization.scale_dtype,
-                "granularity": self.scale_granularity,
+                "granularity": _spelled(self.quantization.granularity, self.head_dim),
             }
         return values
 
@@ -365,7 +368,12 @@ class KVCacheParams:
         """Raise ParamsError at the first layout field that differs from `layout`."""
         mine, theirs = self.layout_dict(), dict(layout)
         if isinstance(quantization := theirs.get("quantization"), Mapping):
-            theirs["quantization"] = _at_most_a_head(quantization, theirs.get("head_dim"))
+            granularity, width = quantization.get("granularity"), theirs.get("head_dim")
+            if isinstance(granularity, int) and isinstance(width, int):
+                theirs["quantization"] = {
+                    **quantization,
+                    "granularity": _spelled(granularity, width),
+                }
         for name in ("cache_strategy", *mine):  # the strategy decides which fields there are
             if mine[name] != theirs.get(name):
                 raise ParamsError(
@@ -373,12 +381,10 @@ class KVCacheParams:
                 )
 
 
-def _at_most_a_head(quantization: Mapping[str, object], head_dim: object) -> dict[str, object]:
-    """`quantization` of a layout, with a granularity of at most `head_dim`."""
-    granularity = quantization.get("granularity")
-    if isinstance(granularity, int) and isinstance(head_dim, int):
-        granularity = min(granularity, head_dim)
-    return {**quantization, "granularity": granularity}
+def _spelled(granularity: int, head_dim: int) -> int:
+    """The granularity as a layout has it. One scale for a head is spelled as by default, since
+    identities of pages contain it."""
+    return granularity if granularity < head_dim else max(head_dim, GRANULARITY)
 
 
 _SYMBOLS: Mapping[KVCacheStrategy, Callable[[KVCacheParams], CacheSymbols]] = {

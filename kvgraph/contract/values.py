@@ -15,6 +15,8 @@ BOOLEANS = (bool, np.bool_)
 
 def as_integer(value: object) -> int | None:
     """`value`, of Python or NumPy, as an int; None if it is no integer. A boolean is none."""
+    if type(value) is int:  # isinstance of a protocol takes 2 us
+        return value
     if isinstance(value, SupportsIndex) and not isinstance(value, BOOLEANS):
         with suppress(TypeError):  # an array of several, say
             return operator.index(value)

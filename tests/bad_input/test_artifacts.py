@@ -316,6 +316,10 @@ def test_an_artifact_of_an_unknown_backend(artifact: Path) -> None:
             r"layers\[0\]\.v_head_dim: expected 8 from the layout, got 16 from the graph's att",
         ),
         (
+            lambda m: m["layers"][1].update(window=-5),
+            r"layers\[1\]\.window: expected 0 to 2\*\*63 - 1, got -5\)$",
+        ),
+        (
             lambda m: m.update(ops={"x": 1}),
             r"ops: expected 4 of kvgraph\.update_and_attend, one for each of `layers`, got 0$",
         ),

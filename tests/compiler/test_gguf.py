@@ -49,7 +49,7 @@ def ours(path: Path) -> dict[str, torch.Tensor]:
 
 TYPES = [kind.name for kind in gguf.GGMLQuantizationType if is_decoded(kind)]
 CASES = [("llama", kind) for kind in TYPES]
-CASES += [(name, "Q8_0") for name in gguf_files.ARCHITECTURES if name != "llama"]
+CASES += [(name, "Q8_0") for name in ("qwen2", "qwen3", "qwen3_moe")]
 
 
 @pytest.mark.parametrize(("architecture", "kind"), CASES)
@@ -125,8 +125,16 @@ def test_frequencies_of_llama_3(tmp_path: Path) -> None:
     [
         ({"split__count": 3}, "expected a whole GGUF file, got a part of one; join the parts"),
         (
-            {"llama__rope__scaling__type": "yarn"},
-            "llama.rope.scaling.type: expected none, got 'yarn'",
+            {"llama__rope__scaling__type": "longrope"},
+            "llama.rope.scaling.type: expected none, 'linear' or 'yarn', got 'longrope'",
+        ),
+        (
+            {"llama__rope__scaling__yarn_ext_factor": 1.0},
+            "llama.rope.scaling.yarn_ext_factor: expected 0, got 1.0; compile the checkpoint",
+        ),
+        (
+            {"llama__attention__value_length_swa": 8},
+            "llama.attention.value_length_swa: expected 16, got 8; compile the checkpoint",
         ),
         (
             {"llama__expert_count": 8},
@@ -176,10 +184,27 @@ def test_files_that_say_more_than_is_read(
     assert message in refused(path)
 
 
+def test_a_later_part_is_told_as_the_first(tmp_path: Path) -> None:
+    """It has no fields but those of the parts."""
+    writer = gguf.GGUFWriter(tmp_path / "model.gguf", "llama", split_max_tensors=1)
+    for name in ("token_embd.weight", "output.weight"):
+        writer.add_tensor(name, np.zeros((2, 2), np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    for part in sorted(tmp_path.glob("*-of-00002.gguf")):
+        assert refused(part) == (
+            f"{part}: expected a whole GGUF file, got a part of one; join the parts with "
+            "llama-gguf-split --merge"
+        )
+
+
 def test_metadata_that_changes_nothing(model_folder: Callable[[str], Path], tmp_path: Path) -> None:
     fields = {"llama__rope__dimension_count": 16, "llama__rope__scaling__attn_factor": 1.0}
     fields |= {"llama__attention__scale": 0.0, "llama__logit_scale": 1.0}
     fields |= {"llama__attention__sliding_window": 1 << 20}
+    fields |= {"llama__rope__scaling__type": "linear", "llama__rope__scaling__factor": 1.0}
     path = gguf_files.make(model_folder("llama"), tmp_path / "model.gguf", **fields)
     with as_folder(path) as folder:
         assert json.loads((folder / "config.json").read_text())["head_dim"] == 16

@@ -12,7 +12,7 @@ import tokenizers
 
 import kvgraph
 from kvgraph import KVGraphError
-from kvgraph.compiler.frontends import gguf as gguf_frontend
+from kvgraph.compiler.frontends import gguf_tokenizer
 from kvgraph.compiler.frontends.gguf import as_folder
 from kvgraph.compiler.frontends.text_files import text_files
 from kvgraph.runtime.chat import ChatTemplates, Prompts
@@ -145,8 +145,8 @@ def test_spaces_are_spelled_as_the_file_says(
         data = json.loads(file.read_text()) | {"normalizer": prepend, "decoder": None}
         file.write_text(json.dumps(data))
 
-    own = gguf_frontend._convert
-    monkeypatch.setattr(gguf_frontend, "_convert", convert)
+    own = gguf_tokenizer._convert
+    monkeypatch.setattr(gguf_tokenizer, "_convert", convert)
     tokenizer, _, _ = read(gguf_files.sentencepiece(add_space_prefix=False))
     assert tokenizer.encode(" hi hi").ids == [1, 259, 259]
     assert tokenizer.decode([1, 259, 259]) == " hi hi"
@@ -236,6 +236,13 @@ IM_END, EOT_ID, TEXT, CALL, RETURN, MESSAGE = (
         ({MESSAGE: 3, CALL: 3}, {}, [257, 258]),
         ({MESSAGE: 3, CALL: 3, RETURN: 3}, {"eos_token_id": 259}, [259, 258]),
         ({MESSAGE: 3, CALL: 3, RETURN: 3}, {"eot_token_id": 257}, [258, 259]),
+        ({MESSAGE: 3, "<|calls|>": 3, "<|flush|>": 3}, {}, [258, 259]),
+        ({"<|tool_response>": 3, "</s>": 3}, {}, [257]),
+        ({"<a>": 3, "</s>": 4}, {"eos_token_id": 257}, [257, 258]),
+        ({END: 3, "[EOT]": 3, "_<EOT>": 3, "<eos>": 3}, {}, [257, 258, 259, 260]),
+        ({"<|fim_pad|>": 3, "<|repo_name|>": 3, "<|file_sep|>": 4}, {}, [257, 258, 259]),
+        ({"<|fim_pad|>": 3, "<a>": 3}, {"fim_pad_token_id": 258}, [258]),
+        ({"<reponame>": 1, "<a>": 3}, {"fim_sep_token_id": 258}, [258]),
     ],
 )
 def test_end_tokens_by_their_spelling(
@@ -346,6 +353,10 @@ BYTES, PIECES = gguf_files.byte_level("gpt-2", {"<s>": 3}), gguf_files.sentencep
         (without(PIECES, "scores"), "scores: expected a list, got none; compile the checkpoint"),
         (PIECES | {"scores": "abc"}, "scores: expected a list, got 'abc'; compile the checkpoint"),
         (PIECES | {"scores": [0.0]}, "scores: expected 264, one of each token, got 1; compile the"),
+        (
+            PIECES | {"tokens": [*PIECES["tokens"][:-1], "hix"]},
+            "tokens: expected 'i', a character of '▁hi', as a token, got none; compile the check",
+        ),
     ],
 )
 def test_a_vocabulary_that_is_not_whole(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -11,9 +12,12 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.fx import GraphModule
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import kvgraph
 from kvgraph import ops
+from kvgraph.compiler.identity import _lines
 from kvgraph.contract.manifest import read_manifest
 from tests.support.models import make_model
 
@@ -69,6 +73,48 @@ from tests.compiler.test_identity import compile_module, decoder
 from pathlib import Path
 compile_module(decoder(torch.tanh), Path(sys.argv[1]))
 """
+
+
+KINDS = """
+import sys, torch, kvgraph, transformers
+kinds = ["sliding_attention", "full_attention"]
+config = transformers.Gemma3TextConfig(
+    vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, head_dim=16,
+    num_attention_heads=2, num_key_value_heads=1, layer_types=kinds, sliding_window=8,
+)
+torch.manual_seed(0)
+transformers.Gemma3ForCausalLM(config).save_pretrained(sys.argv[1])
+kvgraph.compile(sys.argv[1], sys.argv[2], max_seq_len=64)
+"""
+
+
+def test_equal_in_whatever_order_a_set_is(tmp_path: Path) -> None:
+    """transformers makes the rotary embeddings of Gemma's two kinds of layers in a set's order."""
+    found = set()
+    for seed in ("0", "1"):
+        model, out = tmp_path / f"model{seed}", tmp_path / f"out{seed}"
+        command = [sys.executable, "-c", KINDS, str(model), str(out)]
+        environment = os.environ | {"PYTHONHASHSEED": seed}
+        subprocess.run(command, check=True, timeout=300, env=environment, capture_output=True)
+        found.add(read_manifest(out).model.identity)
+    assert len(found) == 1
+
+
+def test_the_order_of_a_read_and_a_write_counts() -> None:
+    def program(*, reads_first: bool) -> str:
+        def run(pool: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor]:
+            if reads_first:
+                found = pool.sum()
+                pool.add_(x)
+            else:
+                pool.add_(x)
+                found = pool.sum()
+            return (found,)
+
+        graph = make_fx(run)(torch.zeros(2), torch.ones(2)).graph
+        return "\n".join(_lines(graph, {}, GraphModule({}, graph)))
+
+    assert program(reads_first=True) != program(reads_first=False)
 
 
 def test_equal_in_every_process_and_for_every_pool(tmp_path: Path) -> None:

@@ -346,7 +346,10 @@ SAVE = "AutoTokenizer.from_pretrained(DIR).save_pretrained(DIR"
         (["tokenizer.model"], f"transformers, with the package sentencepiece, writes one: {SAVE})"),
         (["vocab.json", "merges.txt"], f"transformers writes one: {SAVE})"),
         (["tiktoken.model"], f"transformers, with the package tiktoken, writes one: {SAVE})"),
-        (["tekken.json"], f'transformers writes one: {SAVE}, save_format="hf")'),
+        (
+            ["tekken.json"],
+            f'transformers, with the package mistral-common, writes one: {SAVE}, save_format="hf")',
+        ),
     ],
 )
 def test_a_tokenizer_that_does_not_travel_is_said(

@@ -17,6 +17,7 @@ from kvgraph import ModelError, UnsupportedError
 from kvgraph.compiler.checkpoint_files import stored_tensors
 from kvgraph.compiler.frontends import huggingface
 from kvgraph.compiler.frontends.folder import read_config
+from kvgraph.compiler.frontends.left_plain import groups_for
 from kvgraph.compiler.quantized import weights_of
 from tests.support import quantized
 
@@ -254,3 +255,17 @@ def test_experts_that_are_stored_one_by_one(plain: Callable[[str], Path], tmp_pa
     quantized.save(model, folder, stored, None)
     said = f"got missing_keys such as {whole}; experts of this model are not read one by one from "
     assert f"{said}tensors such as {alone}" in quantized.refused(folder)
+
+
+def test_groups_name_a_layer_as_the_model_does() -> None:
+    """Which is saved under other names if it is a part of a larger one."""
+    named = {"targets": ["re:model.language_model.*down_proj"], "weights": {"num_bits": 8}}
+    groups = {"a": {"targets": ["Linear"], "weights": {"num_bits": 4}}, "b": named}
+
+    def found(layer: str) -> list[str]:
+        return [name for name, _ in groups_for({"config_groups": groups}, layer)]
+
+    assert found("language_model.model.layers.0.mlp.down_proj") == ["b"]
+    assert found("model.language_model.layers.0.mlp.down_proj") == ["b"]
+    assert found("model.layers.0.mlp.down_proj") == ["b"]
+    assert found("model.layers.0.mlp.up_proj") == ["a", "b"]

@@ -30,6 +30,7 @@ ELSEWHERE = {
     "ptx/operands.py: TYPES": "PTX's names of types, as its language defines them",
     "ptx/matrix.py: INPUTS": "PTX's names of types, as its language defines them",
     "compiler/passes/wide_indices.py: NARROW": "the integers that ONNX does not index with",
+    "compiler/quantized/compressed_tensors.py: ZERO_POINTS": "what the format stores",
 }
 """Literals of three or more dtypes that may stand outside the table, and why."""
 

@@ -160,7 +160,7 @@ def test_a_granularity_beyond_a_head_means_the_head() -> None:
     for granularity in (16, 128):
         quantised(granularity).require_layout(before, source="the artifact")
     with pytest.raises(
-        ParamsError, match=r"quantization: expected .*'granularity': 16.* got .*: 8"
+        ParamsError, match=r"quantization: expected .*'granularity': 128.* got .*: 8"
     ):
         quantised(8).require_layout(before, source="the artifact")
     assert params_from_layout(before).layout_dict() == layout

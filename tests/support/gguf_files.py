@@ -3,14 +3,24 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from safetensors.numpy import load_file
 
-ARCHITECTURES = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "qwen3_moe": "qwen3moe"}
+ARCHITECTURES = {
+    "llama": "llama",
+    "qwen2": "qwen2",
+    "qwen3": "qwen3",
+    "qwen3_moe": "qwen3moe",
+    "qwen2_moe": "qwen2moe",
+    "gemma2": "gemma2",
+    "gemma3_text": "gemma3",
+    "gpt_oss": "gpt-oss",
+    "phi3": "phi3",
+}
 
 
 def make(
@@ -18,17 +28,20 @@ def make(
     out: Path,
     kind: str = "F32",
     *,
+    experts: str = "",
     factors: np.ndarray | None = None,
     extra: str = "",
     without: str = "",
+    vector: str = "",
     text: Mapping[str, Any] | None = None,
     byte_order: str = "LITTLE",
     **fields: Any,
 ) -> Path:
     """The checkpoint in `folder` with matrices as blocks of `kind`; `fields` are more metadata.
 
-    `factors`: of rotary frequencies. `extra`: a tensor more, `without`: one less. `text`: what the
-    file says of its tokenizer, instead of what `folder` does.
+    `experts`: the kind of blocks of experts, if not `kind`. `factors`: of rotary frequencies.
+    `extra`: a tensor more, `without`: one less. `vector`: a matrix of one row, written as a vector.
+    `text`: what the file says of its tokenizer, instead of what `folder` does.
     """
     import gguf
 
@@ -41,23 +54,21 @@ def make(
     writer.add_feed_forward_length(config["intermediate_size"])
     writer.add_head_count(config["num_attention_heads"])
     writer.add_head_count_kv(config["num_key_value_heads"])
-    writer.add_key_length(config["head_dim"])
+    if "head_dim" in config:
+        writer.add_key_length(config["head_dim"])
+        writer.add_value_length(config["head_dim"])
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
-    writer.add_rope_freq_base(config["rope_parameters"]["rope_theta"])
     writer.add_vocab_size(config["vocab_size"])
-    if name.endswith("moe"):
-        writer.add_expert_count(config["num_local_experts"])
-        writer.add_expert_used_count(config["num_experts_per_tok"])
-        writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
+    _add_own(writer, name, config)
     for key, value in fields.items():
         _add(writer, key.replace("__", "."), value)
     for key, value in (text or {}).items():
         _add(writer, f"tokenizer.ggml.{key}", value)
     if text is None and (folder / "tokenizer.json").is_file():
         _add_tokenizer(writer, json.loads((folder / "tokenizer.json").read_text()), config)
-    for tensor, (data, blocks) in tensors(folder, config, name, kind).items():
+    for tensor, (data, blocks) in tensors(folder, config, name, kind, experts).items():
         if tensor != without:
-            writer.add_tensor(tensor, data, raw_dtype=blocks)
+            writer.add_tensor(tensor, data[0] if tensor == vector else data, raw_dtype=blocks)
     if factors is not None:
         writer.add_tensor("rope_freqs.weight", factors.astype(np.float32))
     if extra:
@@ -69,27 +80,92 @@ def make(
     return out
 
 
-def tensors(folder: Path, config: dict[str, Any], name: str, kind: str) -> dict[str, Any]:
+def _add_own(writer: Any, name: str, config: dict[str, Any]) -> None:
+    """Fields of rotary parameters, of windows, of caps and of experts."""
+    import gguf
+
+    rope = config["rope_parameters"]
+    local = rope.get("sliding_attention")
+    rope = rope.get("full_attention", rope)
+    writer.add_rope_freq_base(rope["rope_theta"])
+    if local is not None and local["rope_theta"] != 10000:
+        writer.add_rope_freq_base_swa(local["rope_theta"])
+    if rope["rope_type"] in ("linear", "yarn"):
+        writer.add_rope_scaling_type(gguf.RopeScalingType(rope["rope_type"]))
+        writer.add_rope_scaling_factor(rope["factor"])
+    if rope["rope_type"] == "longrope":
+        writer.add_rope_scaling_attn_factors(rope["attention_factor"])
+        for part in ("long", "short"):
+            numbers = np.array(rope[f"{part}_factor"], np.float32)
+            writer.add_tensor(f"rope_factors_{part}.weight", numbers)
+    if rope["rope_type"] in ("yarn", "longrope"):
+        writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+    if "partial_rotary_factor" in rope:
+        width = config["hidden_size"] // config["num_attention_heads"]
+        writer.add_rope_dimension_count(int(width * rope["partial_rotary_factor"]))
+    if name in ("gemma2", "gemma3", "gpt-oss", "phi3"):
+        writer.add_sliding_window(config["sliding_window"] or 0)
+    if name == "gemma2":
+        writer.add_attn_logit_softcapping(config["attn_logit_softcapping"])
+    if config.get("final_logit_softcapping"):
+        writer.add_final_logit_softcapping(config["final_logit_softcapping"])
+    if name in ("qwen2moe", "qwen3moe", "gpt-oss"):
+        writer.add_expert_count(config.get("num_local_experts") or config["num_experts"])
+        writer.add_expert_used_count(config["num_experts_per_tok"])
+        width = config.get("moe_intermediate_size", config["intermediate_size"])
+        writer.add_expert_feed_forward_length(width)
+    if name == "qwen2moe":
+        writer.add_expert_shared_feed_forward_length(config["shared_expert_intermediate_size"])
+
+
+def tensors(
+    folder: Path, config: dict[str, Any], name: str, kind: str, experts: str = ""
+) -> dict[str, Any]:
     """Name -> blocks and their type."""
     import gguf
 
     arch = next(k for k, v in gguf.MODEL_ARCH_NAMES.items() if v == name)
     names = gguf.get_tensor_name_map(arch, config["num_hidden_layers"])
-    blocks = gguf.GGMLQuantizationType[kind]
     stored = _stacked(load_file(folder / "model.safetensors"))
     found = {}
+    for full, weight in _as_stored(stored, name, config):
+        stem, dot, end = full.rpartition(".")
+        to = f"{names.get_name(stem)}{dot}{end}"
+        if weight.ndim < 2 or to.endswith(("gate_inp.weight", "bias")):
+            found[to] = weight, None
+        else:
+            own = (experts or kind) if weight.ndim > 2 else kind
+            found[to] = _blocks(weight, own), gguf.GGMLQuantizationType[own]
+    return found
+
+
+def _as_stored(
+    stored: dict[str, np.ndarray], name: str, config: dict[str, Any]
+) -> Iterator[tuple[str, np.ndarray]]:
+    """Tensors with llama.cpp's changes, in float32, by transformers' names of them."""
     for full, given in stored.items():
-        stem, _, end = full.rpartition(".")
-        to = f"{names.get_name(stem)}.{end}"
         weight = given.astype(np.float32)
         if name == "llama" and full.endswith(("q_proj.weight", "k_proj.weight")):
             heads = config["num_attention_heads" if ".q_proj" in full else "num_key_value_heads"]
             weight = _permuted(weight, heads)
-        if weight.ndim < 2 or to.endswith("gate_inp.weight"):
-            found[to] = weight, None
+        if name.startswith("gemma") and full.endswith("norm.weight"):
+            weight = weight + 1
+        if name == "gpt-oss" and ".experts." in full:
+            yield from _experts_of_gpt_oss(full, weight)
         else:
-            found[to] = _blocks(weight, kind), blocks
-    return found
+            yield f"{full}.weight" if full.endswith("sinks") else full, weight
+
+
+def _experts_of_gpt_oss(full: str, weight: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:
+    """Gate and up apart, the latter first, and outputs in rows."""
+    stem, end = (full[:-5], "bias") if full.endswith("_bias") else (full, "weight")
+    rows = weight if end == "bias" else weight.swapaxes(1, 2)
+    if stem.endswith("gate_up_proj"):
+        for place, part in ((1, "up_proj"), (0, "gate_proj")):
+            name = f"{stem.removesuffix('gate_up_proj')}{part}.{end}"
+            yield name, np.ascontiguousarray(rows[:, place::2])
+    else:
+        yield f"{stem}.{end}", np.ascontiguousarray(rows)
 
 
 SCALES = {

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import re
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -24,22 +26,49 @@ NUMBERS = (
     "attention.head_count",
     "attention.head_count_kv",
     "attention.key_length",
+    "attention.key_length_swa",
     "attention.layer_norm_rms_epsilon",
+    "attention.sliding_window",
+    "attention.value_length",
+    "attention.value_length_swa",
+    "attn_logit_softcapping",
     "block_count",
     "context_length",
     "embedding_length",
     "expert_count",
     "expert_feed_forward_length",
+    "expert_shared_feed_forward_length",
     "expert_used_count",
     "feed_forward_length",
+    "final_logit_softcapping",
     "rope.dimension_count",
+    "rope.dimension_count_swa",
     "rope.freq_base",
+    "rope.freq_base_swa",
+    "rope.scale_linear",
+    "rope.scaling.attn_factor",
+    "rope.scaling.factor",
+    "rope.scaling.original_context_length",
+    "rope.scaling.yarn_attn_factor",
+    "rope.scaling.yarn_beta_fast",
+    "rope.scaling.yarn_beta_slow",
     "vocab_size",
 )
 """Fields of an architecture that make its configuration; each is a number."""
 
-COUNTS_OF_PARTS = ("expert_count", "expert_used_count", "rope.dimension_count")
-"""Fields of NUMBERS that may be 0."""
+MAY_BE_0 = (
+    "attention.sliding_window",
+    "expert_count",
+    "expert_used_count",
+    "final_logit_softcapping",
+    "rope.dimension_count",
+    "rope.scale_linear",
+    "rope.scaling.factor",
+)
+"""Fields of NUMBERS for which 0 means "none"."""
+
+NORMAL, CONTROL, USER_DEFINED = 1, 3, 4
+"""GGUF token types. The last two are matched in a text before it is split."""
 
 UNKNOWN_TYPE = re.compile(r"(\d+)\)? is not a valid GGMLQuantizationType")
 """The gguf package's message for a tensor type that it does not know."""
@@ -110,6 +139,44 @@ def field(reader: GGUFReader, name: str) -> str | int | float | None:
     return given
 
 
+@dataclass(frozen=True)
+class Metadata:
+    """The fields of a file's architecture, `kind`; their names are without it."""
+
+    path: Path
+    reader: GGUFReader
+    kind: str
+
+    def get(self, name: str) -> str | int | float | None:
+        return field(self.reader, f"{self.kind}.{name}")
+
+    def number(self, name: str, default: float) -> float:
+        """The number of a field that `require_sizes` has checked."""
+        given = self.get(name)
+        return float(default if given is None else given)
+
+    def required(self, name: str) -> float | int:
+        """The number of a field that must be present."""
+        given = self.get(name)
+        if not isinstance(given, int | float):
+            raise self.refuse(name, "a number")
+        return given
+
+    def require(self, name: str, plain: float) -> None:
+        """Raise UnsupportedError if a field is present and is not about `plain`."""
+        given = self.get(name)
+        if isinstance(given, int | float):
+            if not math.isclose(given, plain, rel_tol=1e-5, abs_tol=1e-30):
+                raise self.refuse(name, f"{plain:g}")
+        elif given is not None:
+            raise self.refuse(name, f"{plain:g}")
+
+    def refuse(self, name: str, expected: str) -> UnsupportedError:
+        given = self.get(name)
+        got = "none" if given is None else repr(given)
+        return refuse(self.path, f"{self.kind}.{name}", expected, got)
+
+
 @contextmanager
 def alone(path: Path, what: str) -> Iterator[Path]:
     """A temporary folder with only a link to the file, in which transformers reads `what`.
@@ -164,26 +231,35 @@ def require_sizes(path: Path, reader: GGUFReader, kind: str) -> None:
     require_numbers(path, reader, (f"{kind}.{name}" for name in NUMBERS))
     for name in NUMBERS:
         given = field(reader, own := f"{kind}.{name}")
-        if given is not None and float(given) < (0 if name in COUNTS_OF_PARTS else 1e-30):
+        if given is not None and float(given) < (0 if name in MAY_BE_0 else 1e-30):
             raise refuse(path, own, "a number above 0", str(given))
 
 
 def require_vocabulary(path: Path, reader: GGUFReader, *, is_bytes: bool) -> None:
-    """Raise UnsupportedError if the tokenizer has no tokens, or lacks merges (byte-level) or scores
-    (SentencePiece)."""
-    tokens, merges, scores = (
-        reader.get_field(f"tokenizer.ggml.{name}") for name in ("tokens", "merges", "scores")
-    )
-    name, splits = ("merges", merges) if is_bytes or merges else ("scores", scores)
-    for own, found in (("tokens", tokens), (name, splits)):
+    """Raise UnsupportedError if the tokenizer has no tokens, or lacks merges (byte-level), or lacks
+    scores or characters (SentencePiece)."""
+    listed = [reader.get_field(f"tokenizer.ggml.{name}") for name in ("tokens", "merges", "scores")]
+    has_merges = listed[1] is not None
+    name, splits = ("merges", listed[1]) if is_bytes or has_merges else ("scores", listed[2])
+    for own, found in (("tokens", listed[0]), (name, splits)):
         given = None if found is None else found.contents()
         if not isinstance(given, list):
             got = "none" if given is None else f"{given!r:.100}"
             raise refuse(path, f"tokenizer.ggml.{own}", "a list", got)
-    counts = [len(entries(reader, f"tokenizer.ggml.{own}")) for own in ("tokens", "scores")]
-    if name == "scores" and counts[0] != counts[1]:
-        wanted = f"{counts[0]}, one of each token"
-        raise refuse(path, "tokenizer.ggml.scores", wanted, str(counts[1]))
+    if name == "merges":
+        return
+    tokens, scores, types = (
+        entries(reader, f"tokenizer.ggml.{own}") for own in ("tokens", "scores", "token_type")
+    )
+    if len(tokens) != len(scores):
+        wanted = f"{len(tokens)}, one of each token"
+        raise refuse(path, "tokenizer.ggml.scores", wanted, str(len(scores)))
+    known = {*tokens}
+    for token, type_ in zip(tokens, types, strict=False):
+        lacking = {*str(token)} - known if type_ == NORMAL else ()
+        if lacking:  # llama.cpp joins it to others, but merges need it as a token
+            wanted = f"{min(lacking)!r}, a character of {token!r}, as a token"
+            raise refuse(path, "tokenizer.ggml.tokens", wanted, "none")
 
 
 def entries(reader: GGUFReader, name: str) -> list[object]:

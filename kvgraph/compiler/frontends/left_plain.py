@@ -24,8 +24,6 @@ LANGUAGE_PARTS = ("language_model.", "text_model.")
 """Prefixes of the language part's names in a larger model, before or after `model.`."""
 
 CLASS = "Linear"
-CLASSES = (CLASS, "Embedding")
-"""Classes of layers that a group of compressed-tensors may mean."""
 EXPERT = ("", ".gate_up_proj", ".0.gate_proj", ".0.up_proj", ".0.w1")
 """Suffixes that make a matrix's name of the name of a layer of experts."""
 
@@ -97,17 +95,26 @@ def _of_compressed_tensors(given: Config) -> _Rule:
 
 def groups_for(given: Config, name: str) -> list[tuple[str, Group]]:
     """The groups of compressed-tensors, with their names, that may quantise the layer `name`: those
-    that name it or, if there are none, those for a class, which is not known here."""
+    that name it or, if there are none, all. One may be for its class, or name it as a model does
+    that is saved under other names."""
+    names = [spelling for stem in _without_parts(name) for spelling in _spellings(stem)]
     groups = list(_groups(given))
-    for names, classes in (([name], ()), ([], CLASSES)):
-        found = [
-            (key, group)
-            for key, group, targets in groups
-            if any(_is_meant(entry, names, classes) for entry in targets)
-        ]
-        if found:
-            return found
-    return []
+    found = [
+        (key, group)
+        for key, group, targets in groups
+        if any(_is_meant(entry, names, ()) for entry in targets)
+    ]
+    return found or [(key, group) for key, group, _ in groups]
+
+
+def _without_parts(name: str) -> Iterator[str]:
+    """`name`, and the name that it has in its language part alone."""
+    yield name
+    for part in LANGUAGE_PARTS:
+        for prefix in (part, f"model.{part}"):
+            if name.startswith(prefix):
+                stem = name.removeprefix(prefix)
+                yield stem if stem.startswith("model.") else f"model.{stem}"
 
 
 def _is_meant(entry: str, names: Sequence[str], classes: Sequence[str]) -> bool:

@@ -58,7 +58,10 @@ def stored_forms(config: Config) -> StoredForms:
         return StoredForms(form, form)
     if given.get("quant_method") == "gguf":
         head = given.get("head") or {}
-        return StoredForms(_of_blocks(given), Form(given["bits"] or PLAIN.bits), _of_blocks(head))
+        own = (given.get("experts") or {}).get("blocks")  # of gpt-oss
+        rounded = Form(given["bits"] or PLAIN.bits)
+        experts = Form(4, MXFP4_GROUP, E2M1) if own == "MXFP4" else rounded
+        return StoredForms(_of_blocks(given), experts, _of_blocks(head))
     if str(given.get("quant_method")).startswith("modelopt"):
         forms = [_of_modelopt(one) for one in _each_of_modelopt(given)]
         widest = max(forms, key=lambda form: form.bits, default=PLAIN)

@@ -32,17 +32,18 @@ OTHERS, OTHERS_BEFORE = "extra_special_tokens", "additional_special_tokens"
 """The field of special tokens without a role, and its name before transformers 5."""
 
 OTHER_TOKENIZERS = {
-    "tokenizer.model": "",
-    "tokenizer.model.v3": "",
-    "tiktoken.model": "",
-    "spiece.model": "",
-    "sentencepiece.bpe.model": "",
-    "tekken.json": ', save_format="hf"',
-    "vocab.json": "",
-    "vocab.txt": "",
+    "tokenizer.model": ("sentencepiece", ""),
+    "tokenizer.model.v3": ("sentencepiece", ""),
+    "tiktoken.model": ("tiktoken", ""),
+    "spiece.model": ("sentencepiece", ""),
+    "sentencepiece.bpe.model": ("sentencepiece", ""),
+    "tekken.json": ("mistral-common", ', save_format="hf"'),
+    "vocab.json": ("", ""),
+    "vocab.txt": ("", ""),
 }
-"""Tokenizer files that an artifact cannot take, the best first -> further arguments with which
-transformers' `save_pretrained` writes a tokenizer.json of it."""
+"""Tokenizer files that an artifact cannot take, the best first -> the package that transformers
+needs to read one (empty: none), and further arguments with which its `save_pretrained` writes a
+tokenizer.json of it."""
 
 OLD_TEMPLATE = "chat_template.json"
 """File in which older multimodal checkpoints keep the chat template of their processor."""
@@ -97,9 +98,9 @@ def tokenizer_notes(folder: Path, files: Files, vocab_size: int) -> tuple[str, .
     other = next((name for name in OTHER_TOKENIZERS if (folder / name).is_file()), None)
     if other is None:
         return (f"tokenizer: the artifact takes token ids alone: there is no {TOKENIZER}",)
-    save = f"AutoTokenizer.from_pretrained(DIR).save_pretrained(DIR{OTHER_TOKENIZERS[other]})"
-    package = "tiktoken" if "tiktoken" in other else "sentencepiece"
-    needed = f", with the package {package}," if ".model" in other else ""
+    package, arguments = OTHER_TOKENIZERS[other]
+    save = f"AutoTokenizer.from_pretrained(DIR).save_pretrained(DIR{arguments})"
+    needed = f", with the package {package}," if package else ""
     return (
         f"tokenizer: the artifact takes token ids alone, since the checkpoint has {other} and no "
         f"{TOKENIZER}; transformers{needed} writes one: {save}",

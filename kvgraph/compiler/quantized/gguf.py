@@ -16,19 +16,22 @@ import numpy as np
 import torch
 
 from kvgraph.compiler.frontends.folder import Config
-from kvgraph.compiler.frontends.gguf import ROTARY
 from kvgraph.compiler.frontends.gguf_file import nearest_bits, open_file, refuse
+from kvgraph.compiler.frontends.gguf_rope import is_rotary
 from kvgraph.compiler.frontends.stored_forms import GGUF_BLOCKS
+from kvgraph.compiler.quantized.gguf_processors import Parsed, Processor, processor_of
 from kvgraph.compiler.values import PLAIN_BITS, Coded, CodedRows, Converted, Values
 from kvgraph.contract.dims import Array
 from kvgraph.errors import ModelError
-from kvgraph.ops.packed import Form
+from kvgraph.ops.packed import E2M1, MXFP4_GROUP, Form
 from kvgraph.signal_handlers import reraise_if_signalled
 
 if TYPE_CHECKING:
     from gguf import ReaderTensor
     from transformers import PreTrainedModel
-    from transformers.modeling_gguf_pytorch_utils import TensorProcessor
+
+NO_EXPONENT = 255
+"""The exponent of MXFP4 that is a NaN."""
 
 
 def weights(model: PreTrainedModel, config: Config) -> tuple[dict[str, Values], str]:
@@ -42,8 +45,8 @@ def weights(model: PreTrainedModel, config: Config) -> tuple[dict[str, Values], 
     path = Path(config["quantization_config"]["file"])
     reader = open_file(path)
     kind = reader.get_field("general.architecture").contents()
-    processor = reading.TENSOR_PROCESSORS.get(kind, reading.TensorProcessor)(config=dict(config))
-    names = reading.get_gguf_hf_weights_map(model, processor)
+    processor = processor_of(kind, config)
+    names = reading.get_gguf_hf_weights_map(model, processor, model_type=kind)
     state = model.state_dict(keep_vars=True)
     sources: dict[str, list[ReaderTensor]] = {}
     for tensor in reader.tensors:
@@ -51,22 +54,24 @@ def weights(model: PreTrainedModel, config: Config) -> tuple[dict[str, Values], 
         name = names.get(tensor.name, names.get(stem))
         if name is not None:
             sources.setdefault(name, []).append(tensor)
-        elif tensor.name != ROTARY:
+        elif not is_rotary(kind, tensor.name):
             wanted = f"tensors of {model.config.model_type!r} alone"
             raise refuse(path, tensor.name, wanted, "one that it lacks")
     kinds = sorted({t.tensor_type.name for t in reader.tensors if len(t.shape) > 1})
-    return {
-        name: _values(path, name, tensors, processor, tuple(state[name].shape))
+    values = {
+        name: _values(path, name, tensors, processor, tuple(state[name].shape), kind == "gpt-oss")
         for name, tensors in sources.items()
-    }, ", ".join(["gguf", *kinds])
+    }
+    return values, ", ".join(["gguf", *kinds])
 
 
 def _values(
     path: Path,
     name: str,
     tensors: list[ReaderTensor],
-    processor: TensorProcessor,
+    processor: Processor,
     shape: tuple[int, ...],
+    has_transposed_experts: bool,
 ) -> Values:
     _require_count(path, tensors, shape)
     compute = partial(_decode, path, name, tensors, processor, shape)
@@ -75,6 +80,8 @@ def _values(
         order = _order_of_rows(name, tensors[0], processor, shape[0])
         if order is not None and tensors[0].data.shape[0] == shape[0]:
             return Blocks(where, shape, compute, bits, tensors[0], order)
+    if has_transposed_experts and len(shape) == 3 and _are_mxfp4(tensors, shape):
+        return Experts(where, shape, compute, tensors)
     return Converted(where, shape, torch.float32, compute, bits)
 
 
@@ -141,8 +148,61 @@ class Blocks(Converted):
         return rows
 
 
+class Experts(Converted):
+    """Experts of gpt-oss `[E, K, N]` in MXFP4, from a tensor `[E, N, K]`, or from two whose outputs
+    alternate: gate and up.
+
+    A block is an exponent and 16 bytes with 4-bit codes: the first 16 are in the low bits, the last
+    16 in the high bits.
+    """
+
+    form = Form(4, MXFP4_GROUP, E2M1)
+
+    def __init__(
+        self,
+        where: str,
+        shape: Sequence[int],
+        compute: Callable[[], torch.Tensor],
+        tensors: Sequence[ReaderTensor],
+    ) -> None:
+        super().__init__(where, shape, torch.float32, compute, 8)  # 4 bits would round again
+        self._tensors = sorted(tensors, key=lambda tensor: tensor.name)  # gate, up
+        self.is_coded_transposed = True
+
+    def open_coded(self) -> CodedRows:
+        """A function that reads stored experts. ModelError for an exponent that is a NaN."""
+        _, inputs, outputs = self.shape
+
+        def rows(start: int, stop: int) -> Coded:
+            parts = [np.asarray(tensor.data[start:stop]) for tensor in self._tensors]
+            alternate = np.stack(parts, 2)
+            blocks = alternate.reshape(stop - start, outputs, inputs // MXFP4_GROUP, -1)
+            exponents, codes = blocks[..., 0].copy(), blocks[..., 1:]
+            if (exponents == NO_EXPONENT).any():
+                at = [int(each) for each in np.argwhere(exponents == NO_EXPONENT)[0]]
+                raise ModelError(
+                    f"{self.where}[{start + at[0]}]: expected a finite scale, got exponent "
+                    f"{NO_EXPONENT}"
+                )
+            numbers = np.concatenate([codes & 15, codes >> 4], -1)
+            found = torch.from_numpy(numbers.reshape(stop - start, outputs, inputs))
+            return Coded(found, torch.from_numpy(exponents))
+
+        return rows
+
+
+def _are_mxfp4(tensors: Sequence[ReaderTensor], shape: Sequence[int]) -> bool:
+    """Whether blocks of MXFP4 make experts of `shape`, `[E, K, N]`."""
+    _, inputs, outputs = shape
+    return all(
+        each.tensor_type.name == "MXFP4"
+        and [int(extent) for extent in each.shape] == [inputs, outputs // len(tensors), shape[0]]
+        for each in tensors
+    )
+
+
 def _order_of_rows(
-    name: str, tensor: ReaderTensor, processor: TensorProcessor, count: int
+    name: str, tensor: ReaderTensor, processor: Processor, count: int
 ) -> Array | None:
     """Index of the tensor's row for each row of the parameter; None if transformers changes more
     than the order of rows."""
@@ -163,7 +223,7 @@ def _decode(
     path: Path,
     name: str,
     tensors: Sequence[ReaderTensor],
-    processor: TensorProcessor,
+    processor: Processor,
     shape: tuple[int, ...],
 ) -> torch.Tensor:
     """Decode a parameter from one tensor, or from two that the processor joins: gate and up of
@@ -171,7 +231,7 @@ def _decode(
     from gguf import dequantize
 
     own = {tensor.name.removesuffix(".weight"): name for tensor in tensors}
-    parsed: dict[str, dict[str, torch.Tensor]] = {"tensors": {}}
+    parsed: Parsed = {"tensors": {}}
     found: torch.Tensor | None = None
     for tensor in tensors:
         numbers = dequantize(tensor.data, tensor.tensor_type)

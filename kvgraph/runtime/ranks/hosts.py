@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, TypeVar
 from kvgraph.contract.threads import threads_needed
 from kvgraph.errors import MissingDependencyError, RankError
 from kvgraph.ops.group import Gather, Group, shared_bytes
+from kvgraph.runtime.native_calls import native_call
 from kvgraph.runtime.ranks.connections import (
     STORE_HINT,
     Connections,
@@ -173,6 +174,7 @@ def _store(own: Launched, timeout: float) -> Store:
             listener.close()
         raise
 
+    @native_call("ranks")
     def make() -> Store:
         whole = TCPStore(
             own.address,

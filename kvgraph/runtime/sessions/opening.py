@@ -76,4 +76,5 @@ def require_type(path: Path, name: str, symbol: TensorType, found: Found) -> Non
 
 
 def _static(dims: Sequence[int | str | None]) -> list[int | None]:
-    return [dim if isinstance(dim, int) else None for dim in dims]
+    """`dims` with None for symbolic ones; ONNX Runtime gives -1 for one without a name."""
+    return [dim if isinstance(dim, int) and dim >= 0 else None for dim in dims]

@@ -62,5 +62,7 @@ class ReferenceSession(Session):
 def _found(kind: TypeProto) -> Found:
     tensor = kind.tensor_type
     names = {dtype.onnx: dtype.name for dtype in ALL}
-    dims = [dim.dim_param or dim.dim_value for dim in tensor.shape.dim]
+    dims = [
+        dim.dim_value if dim.HasField("dim_value") else dim.dim_param for dim in tensor.shape.dim
+    ]
     return names.get(tensor.elem_type, str(tensor.elem_type)), dims

@@ -119,7 +119,9 @@ def serve_replicas(
     """
     sampling = Prompts(folder).suggested_fields() if options.uses_generation_config else {}
     ending = _Ending()
+    ending.listen()
     _connect()
+    ending.listen()  # Ray takes SIGTERM over
     index: ActorHandle | None = None
     try:
         _lock = _require_alone()  # released with its last handle
@@ -127,10 +129,13 @@ def serve_replicas(
             host, port = held.getsockname()[:2]
             if os.environ.get("RAY_ADDRESS"):
                 held.close()  # the cluster may run as another user, whose proxy needs the address
+            if ending.first.is_set():
+                return
             index = start_index(APPLICATION, NAMESPACE)
             _start_serve(host, port, options.keep_alive_seconds)
+            if ending.first.is_set():
+                return
             write_line({"event": "listening", "url": url_of(host, port)})
-            ending.listen()
             application = _application(name, folder, make, options, replicas, index)
             target = serve.RunTarget(application, name=APPLICATION, route_prefix="/")
             serve.run_many([target], wait_for_applications_running=False)

@@ -1,0 +1,325 @@
+"""GGUF files of each architecture: the configuration and the weights are those of the checkpoint
+that was converted; tokenizers that some of them need."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+import tokenizers
+import torch
+from safetensors.torch import load_file, save_file
+
+import kvgraph
+from kvgraph.compiler.checkpoint import Checkpoint
+from kvgraph.compiler.frontends import huggingface
+from kvgraph.compiler.frontends.gguf import as_folder
+from kvgraph.compiler.values import Values
+from kvgraph.errors import KVGraphError, ModelError
+from kvgraph.ops.packed import E2M1, LEVELS, Form, powers
+from tests.support import gguf_files
+from tests.support.models import greedy_tokens, make_model
+from tests.support.plans import plan
+
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0}
+YARN |= {"original_max_position_embeddings": 64, "beta_fast": 32.0, "beta_slow": 1.0}
+LINEAR = {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0}
+LOCAL = {"rope_type": "default", "rope_theta": 20000.0}
+LONG = {"rope_type": "longrope", "rope_theta": 10000.0, "attention_factor": 1.25}
+LONG |= {"original_max_position_embeddings": 256, "partial_rotary_factor": 0.5}
+LONG |= {"short_factor": [1.0, 1.25, 1.5, 2.0], "long_factor": [1.0, 2.0, 4.0, 8.0]}
+
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "gemma3": ("gemma3_text", {"num_hidden_layers": 7, "sliding_window_pattern": 6}),
+    "gemma3 scaled": (
+        "gemma3_text",
+        {
+            "sliding_window_pattern": 6,
+            "num_hidden_layers": 6,
+            "rope_parameters": {"full_attention": LINEAR, "sliding_attention": LOCAL},
+            "final_logit_softcapping": 20.0,
+        },
+    ),
+    "gemma2": (
+        "gemma2",
+        {"attn_logit_softcapping": 40.0, "final_logit_softcapping": 25.0, "head_dim": 32}
+        | {"query_pre_attn_scalar": 32},
+    ),
+    "gpt-oss": ("gpt_oss", {"rope_parameters": YARN | {"truncate": False}}),
+    "phi3": ("phi3", {"sliding_window": 24}),
+    "phi3 long": (
+        "phi3",
+        {"rope_parameters": LONG, "original_max_position_embeddings": 256, "sliding_window": None},
+    ),
+    "qwen2moe": ("qwen2_moe", EXPERTS | {"shared_expert_intermediate_size": 48}),
+    "llama yarn": ("llama", {"rope_parameters": YARN}),
+    "qwen3 linear": ("qwen3", {"rope_parameters": LINEAR}),
+}
+
+TEXT = gguf_files.byte_level("gpt-2", {"<s>": 3, "</s>": 3}, bos_token_id=256, eos_token_id=257)
+
+OTHERWISE = ("architectures", "dtype", "transformers_version", "initializer_range")
+OTHERWISE += ("bos_token_id", "eos_token_id", "pad_token_id", "sliding_window_pattern")
+"""Fields that say nothing about a model's results, or that the file's tokenizer has."""
+
+
+def make(name: str, tmp_path: Path, kind: str = "F32", **more: Any) -> tuple[Path, Path]:
+    """A checkpoint whose vectors are random too, and its file."""
+    architecture, settings = MODELS[name]
+    folder = make_model(architecture, tmp_path / "model", vocab_size=258, **settings)
+    stored, random = load_file(folder / "model.safetensors"), torch.Generator().manual_seed(3)
+    for tensor, given in stored.items():
+        if given.ndim == 1 or tensor.endswith("bias"):
+            stored[tensor] = given + 0.2 * torch.randn(given.shape, generator=random)
+    save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder, gguf_files.make(folder, tmp_path / "model.gguf", kind, text=TEXT, **more)
+
+
+def loaded(folder: Path) -> dict[str, torch.Tensor]:
+    module = huggingface.load(folder, "float32").module
+    return {name.removeprefix("model."): each for name, each in module.state_dict().items()}
+
+
+def plain(value: object) -> object:
+    """Numbers as float32, which a file has."""
+    if isinstance(value, dict):
+        return {name: plain(each) for name, each in value.items()}
+    if isinstance(value, list):
+        return [plain(each) for each in value]
+    return float(np.float32(value)) if isinstance(value, float) else value
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_configuration_and_weights(name: str, tmp_path: Path) -> None:
+    model, path = make(name, tmp_path)
+    expected = json.loads((model / "config.json").read_text())
+    with as_folder(path) as folder:
+        found, weights = json.loads((folder / "config.json").read_text()), loaded(folder)
+    for field, value in expected.items():
+        if field not in OTHERWISE and field in found:
+            assert plain(found[field]) == plain(value), field
+    assert expected.keys() - found.keys() <= {*OTHERWISE, "head_dim"}
+    for tensor, value in loaded(model).items():
+        assert torch.allclose(weights[tensor], value, rtol=0, atol=1e-6), tensor
+
+
+def test_a_vector_as_the_gate_of_a_shared_expert(tmp_path: Path) -> None:
+    """As older files have it."""
+    model, path = make("qwen2moe", tmp_path, vector="blk.0.ffn_gate_inp_shexp.weight")
+    with as_folder(path) as folder:
+        weights = loaded(folder)
+    for tensor, value in loaded(model).items():
+        assert torch.equal(weights[tensor], value), tensor
+
+
+@pytest.mark.parametrize("name", ["gemma3", "gpt-oss", "phi3"])
+def test_tokens_are_those_of_the_checkpoint(name: str, tmp_path: Path) -> None:
+    """A prompt beyond the window, and beyond YaRN's original length."""
+    from transformers import AutoModelForCausalLM
+
+    model, path = make(name, tmp_path)
+    prompt = [int(token) for token in np.random.default_rng(1).integers(3, 250, 90)]
+    theirs = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    kvgraph.compile(path, tmp_path / "a.kvg", weights="fp32", page_size=16, check=False)
+    params = kvgraph.SamplingParams(max_new_tokens=8, ignore_eos=True)
+    with kvgraph.Engine(tmp_path / "a.kvg") as engine:
+        found = engine.generate([prompt], params)[0].token_ids
+    assert list(found) == greedy_tokens(theirs, prompt, 8)
+
+
+@pytest.mark.parametrize(("kind", "layers"), [("gemma3", 62), ("gemma2", 46)])
+def test_the_scale_of_the_largest_gemma(kind: str, layers: int, tmp_path: Path) -> None:
+    architecture, settings = MODELS[kind]
+    few = {"hidden_size": 16, "intermediate_size": 8, "num_attention_heads": 2, "head_dim": 2}
+    settings = settings | few | {"num_key_value_heads": 1, "num_hidden_layers": layers}
+    folder = make_model(architecture, tmp_path / "model", vocab_size=258, **settings)
+    with as_folder(gguf_files.make(folder, tmp_path / "model.gguf", text=TEXT)) as found:
+        config = json.loads((found / "config.json").read_text())
+    assert config["query_pre_attn_scalar"] == 8
+
+
+def test_a_pattern_of_windows_that_the_file_names(tmp_path: Path) -> None:
+    pattern = [False, True, True, False, True, True, True]
+    name = "gemma3.attention.sliding_window_pattern".replace(".", "__")
+    _, path = make("gemma3", tmp_path, **{name: pattern})
+    with as_folder(path) as folder:
+        config = json.loads((folder / "config.json").read_text())
+    assert [kind == "sliding_attention" for kind in config["layer_types"]] == pattern
+    _, path = make("gemma3", tmp_path, **{name: pattern[1:]})
+    assert (
+        "sliding_window_pattern: expected a number, or one for each of 7 layers, got "
+        in refused(path)
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "fields", "message"),
+    [
+        (
+            "gemma3",
+            {"gemma3__rope__scaling__type": "yarn", "gemma3__rope__scaling__factor": 2.0},
+            "gemma3.rope.scaling.type: expected none or 'linear', got 'yarn'; compile the",
+        ),
+        (
+            "gemma2",
+            {"gemma2__rope__freq_base_swa": 5.0},
+            "gemma2.rope.freq_base_swa: expected 10000, got 5.0; compile the checkpoint",
+        ),
+        (
+            "gemma2",
+            {"gemma2__attention__value_length_swa": 8},
+            "gemma2.attention.value_length_swa: expected 32, got 8; compile the checkpoint",
+        ),
+        (
+            "gpt-oss",
+            {"gpt-oss__attention__sliding_window_pattern": "x"},
+            "sliding_window_pattern: expected a number, or one for each of 3 layers, got 'x'; comp",
+        ),
+        (
+            "phi3",
+            {"phi3__rope__scaling__type": "linear", "phi3__rope__scaling__factor": 2.0},
+            "phi3.rope.scaling.type: expected none or 'longrope', got 'linear'; compile the",
+        ),
+        (
+            "qwen3 linear",
+            {"qwen3__rope__scaling__attn_factor": 2.0},
+            "qwen3.rope.scaling.attn_factor: expected 1, got 2.0; compile the checkpoint",
+        ),
+        (
+            "llama yarn",
+            {"llama__rope__scaling__yarn_attn_factor": 2.0},
+            "llama.rope.scaling.yarn_attn_factor: expected 1.13863, got 2.0; compile the",
+        ),
+    ],
+)
+def test_fields_that_fit_no_configuration(
+    name: str, fields: dict[str, object], message: str, tmp_path: Path
+) -> None:
+    assert message in refused(make(name, tmp_path, **fields)[1])
+
+
+def test_factors_of_rotary_frequencies_beside_a_scaling(tmp_path: Path) -> None:
+    _, path = make("qwen3 linear", tmp_path, factors=np.ones(8))
+    assert "rope.scaling.type: expected none beside rope_freqs.weight, got 'l" in refused(path)
+
+
+def test_half_of_the_factors_of_longrope(tmp_path: Path) -> None:
+    _, path = make("phi3", tmp_path, extra="rope_factors_long.weight")
+    assert "rope_factors_short.weight: expected a tensor beside the other of" in refused(path)
+
+
+def test_experts_of_gpt_oss_as_they_are_stored(tmp_path: Path) -> None:
+    _, path = make("gpt-oss", tmp_path, "Q8_0", experts="MXFP4")
+    with as_folder(path) as folder:
+        stacked = [v for name, v in checkpoint(folder).items() if name.endswith("_proj")]
+        assert len([each for each in stacked if len(each.shape) == 3]) == 6
+        for each in stacked:
+            assert each.form == Form(4, 32, E2M1)
+            coded = each.open_coded()(1, 3)
+            scales = torch.from_numpy(powers(coded.scales.numpy())).repeat_interleave(32, -1)
+            numbers = torch.from_numpy(LEVELS[E2M1])[coded.numbers.long()] * scales
+            assert torch.equal(numbers.transpose(1, 2), each.read()[1:3])
+    manifest = kvgraph.compile(path, tmp_path / "a.kvg", page_size=16, check=False)
+    assert manifest.weights == "stored"
+    assert not any("rounded" in note for note in manifest.notes)
+    planned = plan(path, target="cpu", memory=1 << 30, max_seq_len=None)
+    made = (tmp_path / "a.kvg" / "weights.safetensors").stat().st_size
+    graph = onnx.load(tmp_path / "a.kvg" / "model.onnx", load_external_data=False).graph
+    external = onnx.TensorProto.EXTERNAL
+    small = [each for each in graph.initializer if each.data_location != external]
+    made += sum(onnx.numpy_helper.to_array(each).nbytes for each in small)
+    assert planned.weights == pytest.approx(made, rel=0.03)
+
+
+@pytest.mark.parametrize("part", ["gate", "up"])
+@pytest.mark.parametrize("kind", ["F32", "MXFP4"])
+def test_experts_with_half_of_a_parameter(part: str, kind: str, tmp_path: Path) -> None:
+    without = f"blk.1.ffn_{part}_exps.weight"
+    _, path = make("gpt-oss", tmp_path, experts=kind, without=without)
+    assert re.search(
+        r"blk\.1\.ffn_.*_exps.weight: expected \[4, .*\] from its configuration, got \[4, ",
+        refused(path),
+    )
+
+
+def test_a_damaged_exponent(tmp_path: Path) -> None:
+    _, path = make("gpt-oss", tmp_path, "Q8_0", experts="MXFP4")
+
+    def first() -> torch.Tensor:
+        with as_folder(path) as folder:
+            found = checkpoint(folder)
+        name = next(name for name in found if name.endswith("0.mlp.experts.down_proj"))
+        return found[name].open_coded()(0, 1).numbers
+
+    codes = first()[0, 0, :32].numpy()
+    at = path.read_bytes().index((codes[:16] | codes[16:] << 4).tobytes())
+    with path.open("r+b") as file:
+        file.seek(at - 1)
+        file.write(b"\xff")
+    with pytest.raises(ModelError, match=r"down_exps.weight\[0\]: expected a finite scale, got ex"):
+        first()
+
+
+def test_spaces_that_are_tokens(tmp_path: Path) -> None:
+    """As Gemma has them."""
+    said = gguf_files.sentencepiece(add_space_prefix=False)
+    said["tokens"] += ["  ", "▁h", "\n"]
+    said["scores"] += [-1000.0, -1.5, -1000.0]
+    said["token_type"] += [4, 1, 4]
+    folder = make_model("gemma3_text", tmp_path / "model", vocab_size=267, num_hidden_layers=2)
+    path = gguf_files.make(folder, tmp_path / "model.gguf", text=said)
+    with as_folder(path) as found:
+        tokenizer = tokenizers.Tokenizer.from_file(str(found / "tokenizer.json"))
+    assert tokenizer.encode("hi  hi\n h").ids == [1, 260, 264, 260, 266, 265]
+    assert tokenizer.decode([260, 264, 260, 266, 265]) == "hi  hi\n h"
+
+
+@pytest.mark.parametrize(
+    ("name", "ids"), [("Phi-3-mini", [1, 264, 259]), ("x", [1, 264, 261, 259])]
+)
+def test_a_space_behind_a_token_of_phi_3(
+    name: str, ids: list[int], model_folder: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """llama.cpp drops it for models of that name."""
+    said = gguf_files.sentencepiece()
+    said["tokens"].append("<|user|>")
+    said["scores"].append(0.0)
+    said["token_type"].append(3)
+    path = gguf_files.make(
+        model_folder("llama"), tmp_path / "model.gguf", text=said, general__name=name
+    )
+    with as_folder(path) as folder:
+        tokenizer = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    assert tokenizer.encode("<|user|> hi").ids == ids
+
+
+def test_the_tokenizer_of_gpt_oss(tmp_path: Path) -> None:
+    """transformers cannot read the configuration of such a file."""
+    folder = make_model("gpt_oss", tmp_path / "model", vocab_size=260)
+    said = gguf_files.byte_level(
+        "gpt-4o", {"<|return|>": 3, "<|call|>": 3, "<|end|>": 3}, eos_token_id=257
+    )
+    with as_folder(gguf_files.make(folder, tmp_path / "model.gguf", text=said)) as found:
+        tokenizer = tokenizers.Tokenizer.from_file(str(found / "tokenizer.json"))
+        config = json.loads((found / "config.json").read_text())
+    assert tokenizer.encode("a  <|end|>").tokens == ["a", "ĠĠ", "<|end|>"]
+    assert config["eos_token_id"] == [257, 258]
+
+
+def checkpoint(folder: Path) -> Mapping[str, Values]:
+    found = huggingface.load(folder, "float32", weightless=True).checkpoint
+    assert isinstance(found, Checkpoint)
+    return found.values
+
+
+def refused(path: Path) -> str:
+    with pytest.raises(KVGraphError) as error:
+        kvgraph.compile(path, path.with_name("out"), check=False)
+    return str(error.value)
