@@ -10,6 +10,8 @@ loaded from below the host also joins the host tier.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from itertools import filterfalse
+from operator import attrgetter
 
 from kvgraph.kv.metrics import KVCacheMetrics
 from kvgraph.kv.tiers.connector import Lookup, Move, Transfer
@@ -27,11 +29,14 @@ class TieredConnector(TierWorkers):
                 if self._is_closing:
                     lookup.done = True
                     continue
-                lookup.add({key for key, size in lookup.keys if self._host.has(key, size)})
+                lookup.add(self._in_host(lookup))
                 lookup.done = len(lookup.present) == len(lookup.keys) or not self._below
-            self._lookups += [lookup for lookup in lookups if not lookup.done]
+            self._lookups += filterfalse(attrgetter("done"), lookups)
             self._changed.notify_all()
         return lookups
+
+    def _in_host(self, lookup: Lookup) -> set[bytes]:
+        return {key for key, size in lookup.keys if self._host.has(key, size)}
 
     def load(self, moves: Sequence[Move]) -> Transfer:
         transfer = Transfer(moves, is_load=True)
@@ -67,14 +72,16 @@ class TieredConnector(TierWorkers):
         with self._lock:
             if self._is_closing:
                 return []
-            known = self._host.knows
-            fresh = [move for move in moves if not known(move.key, move.pools.record_size)]
+            fresh = list(filterfalse(self._is_in_host, moves))
             taken = fresh[: max(0, self._max_offloads - len(self._offloads))]
             self._counts.offload_dropped += len(fresh) - len(taken)
             if taken:
                 self._offloads.extend(taken)
                 self._changed.notify_all()
         return taken
+
+    def _is_in_host(self, move: Move) -> bool:
+        return self._host.knows(move.key, move.pools.record_size)
 
     def has_settled(self, keys: Collection[bytes]) -> bool:
         with self._lock:
