@@ -160,6 +160,7 @@ def test_weights_as_they_are_stored_equal_eager_over_what_they_stand_for(tmp_pat
     for form, name in others.items():
         quantized.mixed(folder, tmp_path / form, f"model.layers.0.{name}")
         quantized.mixed(meant, tmp_path / f"meant-{form}", f"model.layers.0.{name}")
+        quantized.add_group(folder, form, name)
     require_stored_equal_eager(folder, meant, tmp_path)
 
 

@@ -123,7 +123,9 @@ def test_arrays_that_are_not_dense(compiled: Compiled) -> None:
         whole = pool.handle
         for bad in (np.broadcast_to(whole[:1], whole.shape), np.asfortranarray(whole)):
             pool.handle = bad
-            with pytest.raises(kvgraph.BindingError, match="kv_blocks: expected writeable row-maj"):
+            with pytest.raises(
+                kvgraph.BindingError, match="kv_blocks: expected writeable, aligned, row-m"
+            ):
                 engine.session.run(ModelInputs(spread, *own), kv)
         pool.handle = whole
 

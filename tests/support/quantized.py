@@ -333,6 +333,16 @@ def mixed(folder: Path, other: Path, stem: str) -> None:
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
 
+def add_group(folder: Path, form: str, stem: str) -> None:
+    """Say in a configuration of compressed-tensors that layers of this stem have another form."""
+    path = folder / "config.json"
+    config = json.loads(path.read_text())
+    weights = FORMS[form][0]["config_groups"]["group_0"]["weights"]
+    group = {"targets": [f"re:.*{stem.rstrip('.')}"], "weights": weights}
+    config["quantization_config"]["config_groups"][form] = group
+    path.write_text(json.dumps(config))
+
+
 def refused(folder: Path) -> str:
     """What a compile says of it; nothing is written."""
     with pytest.raises(KVGraphError) as error:
