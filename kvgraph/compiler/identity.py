@@ -104,10 +104,11 @@ def _ordered(graph: Graph) -> list[Any]:
     Those that use memory which the program changes are in the program's order. All others are where
     they are first needed.
     """
-    changed = {base_of(written) for node in graph.nodes for written in written_by(node)}
+    writes = {node: written_by(node) for node in graph.nodes}
+    changed = {base_of(each) for written in writes.values() for each in written}
     live: set[Node] = set()
     for node in reversed(graph.nodes):
-        if node in live or node.op == "output" or written_by(node):
+        if node in live or node.op == "output" or writes[node]:
             live.add(node)
             live.update(node.all_input_nodes)
     found: dict[Node, None] = {}

@@ -21,7 +21,7 @@ from kvgraph.contract.symbols import (
     padded_symbols,
     paged_symbols,
 )
-from kvgraph.contract.values import BOOLEANS, require_integer, shown
+from kvgraph.contract.values import require_boolean, require_integer, shown
 from kvgraph.errors import ParamsError, UnsupportedError
 
 CacheSymbols: TypeAlias = (
@@ -178,10 +178,7 @@ class KVCacheParams:
             window = require_integer("window_size", self.window_size, ParamsError)
             object.__setattr__(self, "window_size", window)
         for name in SWITCHES:
-            value = getattr(self, name)
-            if not isinstance(value, BOOLEANS):
-                raise ParamsError(f"{name}: expected True or False, got {shown(value)}")
-            object.__setattr__(self, name, bool(value))
+            object.__setattr__(self, name, require_boolean(name, getattr(self, name), ParamsError))
         object.__setattr__(self, "devices", as_devices(self.devices))
         for name, kind in (("quantization", KVCacheQuantization), ("hash_seed", bytes)):
             value = getattr(self, name)

@@ -1,4 +1,4 @@
-"""Integers that callers give, and values as error messages show them."""
+"""Integers and booleans that callers give, and values as error messages show them."""
 
 from __future__ import annotations
 
@@ -45,6 +45,13 @@ def require_integer(
     if most is not None and found > most:
         raise refusal(f"{name}: expected at most {most}{or_else}, got {found}")
     return found
+
+
+def require_boolean(name: str, value: object, refusal: type[KVGraphError]) -> bool:
+    """Return `value`, of Python or NumPy, as a bool; raise `refusal`, with `name`, otherwise."""
+    if not isinstance(value, BOOLEANS):
+        raise refusal(f"{name}: expected True or False, got {shown(value)}")
+    return bool(value)
 
 
 def shown(value: object) -> str:

@@ -13,7 +13,7 @@ from typing import SupportsIndex, TypeVar, cast
 
 import numpy as np
 
-from kvgraph.contract.values import BOOLEANS, as_integer, require_integer, shown
+from kvgraph.contract.values import BOOLEANS, as_integer, require_boolean, require_integer, shown
 from kvgraph.errors import RequestError
 
 T = TypeVar("T")
@@ -48,9 +48,7 @@ def number(name: str, value: object) -> float:
 
 def flag(name: str, value: object) -> bool:
     """`value` as a bool."""
-    if not isinstance(value, BOOLEANS):
-        raise RequestError(f"{name}: expected True or False, got {shown(value)}")
-    return bool(value)
+    return require_boolean(name, value, RequestError)
 
 
 def instance(name: str, value: object, kind: type | tuple[type, ...], expected: str) -> None:

@@ -66,7 +66,7 @@ class Artifact(ArtifactFolder):
         this process and share its cores. RankError if a rank is missing or differs.
         """
         require_threads(num_threads)
-        opened = self.checked() if self.pending is None or self.pending.rank is None else self
+        opened = self.checked_unless_rank()
         make = partial(opened._make, kind)
         if self.ranks == 1:
             return make(opened, num_threads)
@@ -100,6 +100,12 @@ class Artifact(ArtifactFolder):
         again, rank = self.pending
         require_intact(self.folder, self.manifest, again=again, rank=rank)
         return replace(self, pending=None)
+
+    def checked_unless_rank(self) -> Artifact:
+        """`checked`, except for a rank of torchrun, which checks its files once all have met."""
+        return (
+            self if self.pending is not None and self.pending.rank is not None else self.checked()
+        )
 
     def _make(self, kind: str | None, part: ArtifactFolder, num_threads: int | None) -> Session:
         """Open the session of one rank; `part`: this artifact for that rank."""
@@ -188,9 +194,7 @@ def load(folder: str | Path, *, verify: bool | None = None) -> Artifact:
     For a rank of torchrun, `session` or `follow` hashes the files that the rank reads, once all
     ranks have met.
     """
-    artifact = read(folder, verify=verify)
-    is_rank = artifact.pending is not None and artifact.pending.rank is not None
-    return artifact if is_rank else artifact.checked()
+    return read(folder, verify=verify).checked_unless_rank()
 
 
 def read(folder: str | Path, *, verify: bool | None = None) -> Artifact:

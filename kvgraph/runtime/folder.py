@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeAlias
@@ -16,6 +16,12 @@ from kvgraph.contract.trees import MultiKVCacheParams, params_from_layout
 from kvgraph.errors import ArtifactError
 
 FileState: TypeAlias = tuple[int, int, int, int]
+
+
+def file_of(rank: int, name: str, files: Container[str]) -> str:
+    """Which of an artifact's `files` a rank reads as `name`: its own, or the one that all share."""
+    own = f"rank{rank}/{name}"
+    return own if rank and own in files else name
 
 
 def state_of(path: Path) -> FileState | None:
@@ -67,8 +73,7 @@ class ArtifactFolder:
 
     def file(self, name: str) -> Path:
         """Path of file `name` for this rank: its own, or the one that all ranks share."""
-        own = f"rank{self.rank}/{name}"
-        return self.folder / (own if self.rank and own in self.manifest.files else name)
+        return self.folder / file_of(self.rank, name, self.manifest.files)
 
     @property
     def signature(self) -> GraphSignature:

@@ -27,10 +27,11 @@ from kvgraph.contract.files import inside, open_regular, replacing
 from kvgraph.contract.hashes import FileEntry, verify_files
 from kvgraph.contract.manifest import Manifest
 from kvgraph.contract.plain import to_json, to_plain
+from kvgraph.runtime.folder import file_of
 
 Stamp: TypeAlias = dict[str, object]
 
-OWNER = re.compile(r"rank(\d+)/")
+OWNER = re.compile(r"rank\d+/")
 """Beginning of the name of a file that only one rank reads."""
 
 SETTLED_SECONDS = 2
@@ -55,13 +56,12 @@ def require_intact(
 
 def files_of_rank(files: Mapping[str, FileEntry], rank: int) -> dict[str, FileEntry]:
     """The files that `rank` reads: its own, and those that all ranks share."""
-    found = {}
-    for name, entry in files.items():
-        owner = OWNER.match(name)
-        is_replaced = owner is None and rank and f"rank{rank}/{name}" in files
-        if not is_replaced and (owner is None or int(owner[1]) == rank):
-            found[name] = entry
-    return found
+    shared = {file_of(rank, name, files) for name in files if OWNER.match(name) is None}
+    return {
+        name: entry
+        for name, entry in files.items()
+        if name in shared or name.startswith(f"rank{rank}/")
+    }
 
 
 def _covers(known: object, stamp: Stamp) -> bool:

@@ -144,7 +144,7 @@ def test_a_signal_before_it_listens(is_first: bool, number: int, artifact: Path)
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_ends_process_1(number: int) -> None:
-    """Of a container, whatever its command; the kernel would drop the signal."""
+    """In a container any command may be process 1; the kernel would drop the signal."""
     require_namespaces(True)
     with running([sys.executable, "-c", OTHER_COMMAND], True) as process:
         assert process.stdout is not None

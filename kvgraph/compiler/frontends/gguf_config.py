@@ -10,13 +10,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvgraph.compiler.frontends.gguf_file import Metadata, entries, field
+from kvgraph.compiler.frontends.gguf_file import Metadata, converting, entries, field
 from kvgraph.compiler.frontends.gguf_rope import rope
 from kvgraph.compiler.frontends.gguf_tokenizer import ends
-from kvgraph.compiler.frontends.refusals import first_line
 from kvgraph.contract.plain import JsonObject
-from kvgraph.errors import ModelError
-from kvgraph.signal_handlers import reraise_if_signalled
 
 if TYPE_CHECKING:
     from gguf import GGUFReader
@@ -65,11 +62,8 @@ def configuration(path: Path, reader: GGUFReader, kind: str) -> JsonObject:
     _require_plain(given, width, scale)
     optional = ("intermediate_size", "vocab_size")
     known = {name: each for name, each in said.items() if each is not None or name not in optional}
-    try:
+    with converting(path, "configuration"):
         read = transformers.AutoConfig.for_model(model_type, **known)
-    except Exception as error:
-        reraise_if_signalled(error)
-        raise ModelError(f"{path}: cannot read the configuration: {first_line(error)}") from error
     config: JsonObject = read.to_dict() | {"dtype": "bfloat16"}
     return config | ({"head_dim": width} if "head_dim" in config else {})
 

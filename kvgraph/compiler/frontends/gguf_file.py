@@ -165,10 +165,12 @@ class Metadata:
     def require(self, name: str, plain: float) -> None:
         """Raise UnsupportedError if a field is present and is not about `plain`."""
         given = self.get(name)
-        if isinstance(given, int | float):
-            if not math.isclose(given, plain, rel_tol=1e-5, abs_tol=1e-30):
-                raise self.refuse(name, f"{plain:g}")
-        elif given is not None:
+        if given is None:
+            return
+        is_close = isinstance(given, int | float) and math.isclose(
+            given, plain, rel_tol=1e-5, abs_tol=1e-30
+        )
+        if not is_close:  # it may be a list too
             raise self.refuse(name, f"{plain:g}")
 
     def refuse(self, name: str, expected: str) -> UnsupportedError:
@@ -178,20 +180,27 @@ class Metadata:
 
 
 @contextmanager
-def alone(path: Path, what: str) -> Iterator[Path]:
-    """A temporary folder with only a link to the file, in which transformers reads `what`.
+def converting(path: Path, what: str) -> Iterator[None]:
+    """Raise ModelError for what fails while transformers makes `what` of the file."""
+    try:
+        yield
+    except Exception as error:
+        reraise_if_signalled(error)
+        raise ModelError(f"{path}: cannot read the {what}: {first_line(error)}") from error
+
+
+@contextmanager
+def alone(path: Path) -> Iterator[Path]:
+    """A temporary folder with only a link to the file, in which transformers reads the tokenizer.
 
     In the file's own folder it would prefer a tokenizer.json to the file's tokenizer.
-    ModelError if `what` cannot be read.
+    ModelError if it cannot be read.
     """
     folder = tempfile.TemporaryDirectory(prefix="kvgraph-gguf-")
     with quiet_loggers("transformers"), folder as name:
         (Path(name) / path.name).symlink_to(path.absolute())
-        try:
+        with converting(path, "tokenizer"):
             yield Path(name)
-        except Exception as error:
-            reraise_if_signalled(error)
-            raise ModelError(f"{path}: cannot read the {what}: {first_line(error)}") from error
 
 
 def generation(reader: GGUFReader) -> dict[str, object]:

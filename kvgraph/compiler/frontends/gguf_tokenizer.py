@@ -183,7 +183,7 @@ def _splits() -> frozenset[str]:
 def _convert(path: Path, folder: Path, adds_bos: bool) -> None:
     import transformers
 
-    with alone(path, "tokenizer") as only:
+    with alone(path) as only:
         tokenizer = transformers.PreTrainedTokenizerFast.from_pretrained(
             only,
             gguf_file=path.name,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import NamedTuple, Protocol, cast
+from typing import NamedTuple, Protocol, TypedDict, Unpack, cast
 
 import numpy as np
 import torch
@@ -17,6 +17,17 @@ EXPERTS_TENSOR = re.compile(r"blk\.\d+\.ffn_(gate|up|down)_exps\.(weight|bias)")
 
 Parsed = dict[str, dict[str, torch.Tensor]]
 """Under "tensors", parameters by name that are made of several tensors."""
+
+
+class Given(TypedDict):
+    """Arguments of `Processor.process`."""
+
+    weights: Array
+    name: str
+    """The tensor's name."""
+    tensor_key_mapping: dict[str, str]
+    """Parameters by tensors' names without ".weight"."""
+    parsed_parameters: Parsed
 
 
 class Processed(Protocol):
@@ -37,18 +48,8 @@ class Processor(Protocol):
     ) -> None:
         """Add tensors of the parameter `hf_name`, which the gguf package does not know."""
 
-    def process(
-        self,
-        *,
-        weights: Array,
-        name: str,
-        tensor_key_mapping: dict[str, str],
-        parsed_parameters: Parsed,
-    ) -> Processed:
-        """Values of a parameter from the tensor `name`, or None if they are in the last argument.
-
-        `tensor_key_mapping`: parameters by tensors' names without ".weight".
-        """
+    def process(self, **given: Unpack[Given]) -> Processed:
+        """Values of a parameter from a tensor, or None if they are in `parsed_parameters`."""
 
 
 class Made(NamedTuple):
@@ -70,23 +71,17 @@ class GptOss:
         for part in PARTS[found[2]]:
             gguf_to_hf_name_map[f"blk.{found[1]}.ffn_{part}_exps.{end}"] = qual_name + hf_name
 
-    def process(
-        self,
-        *,
-        weights: Array,
-        name: str,
-        tensor_key_mapping: dict[str, str],
-        parsed_parameters: Parsed,
-    ) -> Processed:
+    def process(self, **given: Unpack[Given]) -> Processed:
+        weights, name = given["weights"], given["name"]
         found = EXPERTS_TENSOR.fullmatch(name)
         if found is None:
             return Made(weights)
         if found[2] == "weight":
             weights = weights.swapaxes(-1, -2)
         if found[1] != "down":
-            to = tensor_key_mapping[name.removesuffix(".weight")]
+            to = given["tensor_key_mapping"][name.removesuffix(".weight")]
             shape = (*weights.shape[:-1], 2 * weights.shape[-1])
-            whole = parsed_parameters["tensors"].setdefault(to, torch.zeros(shape))
+            whole = given["parsed_parameters"]["tensors"].setdefault(to, torch.zeros(shape))
             whole[..., int(found[1] == "up") :: 2] = torch.from_numpy(np.array(weights))
         return Made(weights)
 
@@ -99,22 +94,10 @@ class Qwen2Moe:
         self.preprocess_name = theirs.preprocess_name
         self.perform_fallback_tensor_mapping = theirs.perform_fallback_tensor_mapping
 
-    def process(
-        self,
-        *,
-        weights: Array,
-        name: str,
-        tensor_key_mapping: dict[str, str],
-        parsed_parameters: Parsed,
-    ) -> Processed:
-        if "ffn_gate_inp_shexp" in name:
-            return Made(weights.reshape(1, -1))
-        return self._theirs.process(
-            weights=weights,
-            name=name,
-            tensor_key_mapping=tensor_key_mapping,
-            parsed_parameters=parsed_parameters,
-        )
+    def process(self, **given: Unpack[Given]) -> Processed:
+        if "ffn_gate_inp_shexp" in given["name"]:
+            return Made(given["weights"].reshape(1, -1))
+        return self._theirs.process(**given)
 
 
 def processor_of(kind: str, config: Config) -> Processor:
