@@ -60,7 +60,7 @@ def main() -> None:
     try:
         with warnings.catch_warnings():
             warnings.showwarning = _print_warning  # type: ignore[assignment]
-            code: int | None = app(standalone_mode=False)
+            code: int | None = app(prog_name="kvgraph", standalone_mode=False)
     except UsageError as error:
         if is_help(error):
             typer.echo(error.message, err=True)

@@ -36,6 +36,11 @@ LONG = {"rope_type": "longrope", "rope_theta": 10000.0, "attention_factor": 1.25
 LONG |= {"original_max_position_embeddings": 256, "partial_rotary_factor": 0.5}
 LONG |= {"short_factor": [1.0, 1.25, 1.5, 2.0], "long_factor": [1.0, 2.0, 4.0, 8.0]}
 
+HALF = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
+TEMPERATURE = {"llama_4_scaling_beta": 0.125}
+MULTIPLIERS = {"attention_multiplier": 0.125, "embedding_multiplier": 6.0}
+MULTIPLIERS |= {"residual_multiplier": 0.5, "logits_scaling": 4.0}
+
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma3": ("gemma3_text", {"num_hidden_layers": 7, "sliding_window_pattern": 6}),
     "gemma3 scaled": (
@@ -59,6 +64,23 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         {"rope_parameters": LONG, "original_max_position_embeddings": 256, "sliding_window": None},
     ),
     "qwen2moe": ("qwen2_moe", EXPERTS | {"shared_expert_intermediate_size": 48}),
+    "mixtral": ("mixtral", {"num_local_experts": 4}),
+    "mistral3": ("mistral", {"sliding_window": None}),
+    "ministral3": (
+        "ministral3",
+        {"rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 1.0} | TEMPERATURE},
+    ),
+    "smollm3": ("smollm3", {"num_hidden_layers": 5}),
+    "granite": ("granite", MULTIPLIERS),
+    "granitemoe": ("granitemoe", MULTIPLIERS | {"num_local_experts": 4}),
+    "glm4": ("glm4", {"attention_bias": True, "rope_parameters": HALF}),
+    "glm4moe": (
+        "glm4_moe",
+        {"num_hidden_layers": 3, "head_dim": 32, "use_qk_norm": True, "attention_bias": True}
+        | {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+        | {"routed_scaling_factor": 1.5, "rope_parameters": HALF},
+    ),
+    "gemma": ("gemma", {}),
     "llama yarn": ("llama", {"rope_parameters": YARN}),
     "qwen3 linear": ("qwen3", {"rope_parameters": LINEAR}),
 }
@@ -119,7 +141,32 @@ def test_a_vector_as_the_gate_of_a_shared_expert(tmp_path: Path) -> None:
         assert torch.equal(weights[tensor], value), tensor
 
 
-@pytest.mark.parametrize("name", ["gemma3", "gpt-oss", "phi3"])
+@pytest.mark.parametrize("name", ["qwen3vl", "qwen2vl"])
+def test_language_parts_of_models_that_see(name: str, tmp_path: Path) -> None:
+    """Positions of text alone are equal in all sections of a head."""
+    folder = make_model(name.removesuffix("vl"), tmp_path / "model", vocab_size=258)
+    sections = {f"{name}__rope__dimension_sections": [4, 2, 2, 0]}
+    path = gguf_files.make(folder, tmp_path / "model.gguf", text=TEXT, name=name, **sections)
+    with as_folder(path) as found:
+        weights = loaded(found)
+    for tensor, value in loaded(folder).items():
+        assert torch.equal(weights[tensor], value), tensor
+
+
+def test_layers_that_predict_more_tokens_are_not_read(tmp_path: Path) -> None:
+    more = {"more_layers": 1, "extra": "blk.3.nextn.eh_proj.weight"}
+    _, path = make("glm4moe", tmp_path, glm4moe__nextn_predict_layers=1, **more)
+    with as_folder(path) as folder:
+        assert json.loads((folder / "config.json").read_text())["num_hidden_layers"] == 3
+        assert not any("layers.3" in name for name in loaded(folder))
+    _, path = make("gemma", tmp_path, extra=more["extra"])
+    assert "blk.3.nextn.eh_proj.weight: expected tensors of 'gemma' alone" in refused(path)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["gemma3", "gpt-oss", "phi3", "mixtral", "ministral3", "smollm3", "granitemoe", "glm4moe"],
+)
 def test_tokens_are_those_of_the_checkpoint(name: str, tmp_path: Path) -> None:
     """A prompt beyond the window, and beyond YaRN's original length."""
     from transformers import AutoModelForCausalLM
@@ -191,6 +238,31 @@ def test_a_pattern_of_windows_that_the_file_names(tmp_path: Path) -> None:
             "qwen3 linear",
             {"qwen3__rope__scaling__attn_factor": 2.0},
             "qwen3.rope.scaling.attn_factor: expected 1, got 2.0; compile the checkpoint",
+        ),
+        (
+            "granite",
+            {"granite__rope__scaling__finetuned": False},
+            "granite.rope.scaling.finetuned: expected 1, got False; compile the checkpoint",
+        ),
+        (
+            "glm4",
+            {"glm4__rope__dimension_sections": [1, 1, 2, 0]},
+            "glm4.rope.dimension_sections: expected none, got [1, 1, 2, 0]; compile the",
+        ),
+        (
+            "glm4moe",
+            {"glm4moe__expert_gating_func": 1},
+            "glm4moe.expert_gating_func: expected 2, the sigmoid, got 1; compile the checkpoint",
+        ),
+        (
+            "mistral3",
+            {"mistral3__attention__temperature_scale": 0.1},
+            "mistral3.rope.scaling.type: expected 'yarn' beside attention.temperature_scale, got n",
+        ),
+        (
+            "mixtral",
+            {"llama__expert_weights_scale": 2.0},
+            "llama.expert_weights_scale: expected 1, got 2.0; compile the checkpoint",
         ),
         (
             "llama yarn",

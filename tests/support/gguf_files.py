@@ -12,6 +12,15 @@ from safetensors.numpy import load_file
 
 ARCHITECTURES = {
     "llama": "llama",
+    "mixtral": "llama",
+    "mistral": "mistral3",
+    "ministral3": "mistral3",
+    "smollm3": "smollm3",
+    "granite": "granite",
+    "granitemoe": "granitemoe",
+    "glm4": "glm4",
+    "glm4_moe": "glm4moe",
+    "gemma": "gemma",
     "qwen2": "qwen2",
     "qwen3": "qwen3",
     "qwen3_moe": "qwen3moe",
@@ -22,14 +31,28 @@ ARCHITECTURES = {
     "phi3": "phi3",
 }
 
+COUNTS = ("num_local_experts", "num_experts", "n_routed_experts")
+
+MULTIPLIERS = {
+    "attention_multiplier": "attention.scale",
+    "embedding_multiplier": "embedding_scale",
+    "residual_multiplier": "residual_scale",
+    "logits_scaling": "logit_scale",
+    "routed_scaling_factor": "expert_weights_scale",
+}
+
+PERMUTED = ("llama", "mistral3", "smollm3", "granite", "granitemoe")
+
 
 def make(
     folder: Path,
     out: Path,
     kind: str = "F32",
     *,
+    name: str = "",
     experts: str = "",
     factors: np.ndarray | None = None,
+    more_layers: int = 0,
     extra: str = "",
     without: str = "",
     vector: str = "",
@@ -39,18 +62,20 @@ def make(
 ) -> Path:
     """The checkpoint in `folder` with matrices as blocks of `kind`; `fields` are more metadata.
 
+    `name`: the architecture, if not the one of the model's type.
     `experts`: the kind of blocks of experts, if not `kind`. `factors`: of rotary frequencies.
-    `extra`: a tensor more, `without`: one less. `vector`: a matrix of one row, written as a vector.
+    `more_layers`: layers behind the model's. `extra`: a tensor more, `without`: one less.
+    `vector`: a matrix of one row, written as a vector.
     `text`: what the file says of its tokenizer, instead of what `folder` does.
     """
     import gguf
 
     config = json.loads((folder / "config.json").read_text())
-    name = ARCHITECTURES[config["model_type"]]
+    name = name or ARCHITECTURES[config["model_type"]]
     writer = gguf.GGUFWriter(out, name, endianess=gguf.GGUFEndian[byte_order])
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(config["hidden_size"])
-    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_block_count(config["num_hidden_layers"] + more_layers)
     writer.add_feed_forward_length(config["intermediate_size"])
     writer.add_head_count(config["num_attention_heads"])
     writer.add_head_count_kv(config["num_key_value_heads"])
@@ -100,8 +125,11 @@ def _add_own(writer: Any, name: str, config: dict[str, Any]) -> None:
             writer.add_tensor(f"rope_factors_{part}.weight", numbers)
     if rope["rope_type"] in ("yarn", "longrope"):
         writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+    if rope.get("mscale_all_dim"):
+        writer.add_rope_scaling_yarn_log_mul(rope["mscale_all_dim"])
+        writer.add_attn_temperature_scale(rope["llama_4_scaling_beta"])
     if "partial_rotary_factor" in rope:
-        width = config["hidden_size"] // config["num_attention_heads"]
+        width = config.get("head_dim", config["hidden_size"] // config["num_attention_heads"])
         writer.add_rope_dimension_count(int(width * rope["partial_rotary_factor"]))
     if name in ("gemma2", "gemma3", "gpt-oss", "phi3"):
         writer.add_sliding_window(config["sliding_window"] or 0)
@@ -109,13 +137,23 @@ def _add_own(writer: Any, name: str, config: dict[str, Any]) -> None:
         writer.add_attn_logit_softcapping(config["attn_logit_softcapping"])
     if config.get("final_logit_softcapping"):
         writer.add_final_logit_softcapping(config["final_logit_softcapping"])
-    if name in ("qwen2moe", "qwen3moe", "gpt-oss"):
-        writer.add_expert_count(config.get("num_local_experts") or config["num_experts"])
+    for field, own in MULTIPLIERS.items():
+        if field in config:
+            writer.add_float32(f"{name}.{own}", config[field])
+    count = next((config[each] for each in COUNTS if each in config), None)
+    if count is not None:
+        writer.add_expert_count(count)
         writer.add_expert_used_count(config["num_experts_per_tok"])
+    if count is not None and config["model_type"] not in ("mixtral", "granitemoe"):
         width = config.get("moe_intermediate_size", config["intermediate_size"])
         writer.add_expert_feed_forward_length(width)
     if name == "qwen2moe":
         writer.add_expert_shared_feed_forward_length(config["shared_expert_intermediate_size"])
+    if name == "glm4moe":
+        writer.add_expert_shared_count(config["n_shared_experts"])
+        writer.add_leading_dense_block_count(config["first_k_dense_replace"])
+        writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+        writer.add_expert_weights_norm(config["norm_topk_prob"])
 
 
 def tensors(
@@ -145,15 +183,20 @@ def _as_stored(
     """Tensors with llama.cpp's changes, in float32, by transformers' names of them."""
     for full, given in stored.items():
         weight = given.astype(np.float32)
-        if name == "llama" and full.endswith(("q_proj.weight", "k_proj.weight")):
+        if name in PERMUTED and full.endswith(("q_proj.weight", "k_proj.weight")):
             heads = config["num_attention_heads" if ".q_proj" in full else "num_key_value_heads"]
             weight = _permuted(weight, heads)
         if name.startswith("gemma") and full.endswith("norm.weight"):
             weight = weight + 1
         if name == "gpt-oss" and ".experts." in full:
             yield from _experts_of_gpt_oss(full, weight)
+        elif full.endswith("input_linear.weight"):  # gate above up
+            stem = full.removesuffix("input_linear.weight")
+            for part, rows in zip(("w1", "w3"), np.split(weight, 2, 1), strict=True):
+                yield f"{stem}experts.{part}.weight", rows
         else:
-            yield f"{full}.weight" if full.endswith("sinks") else full, weight
+            to = full.replace("correction_bias", "correction.bias")
+            yield f"{to}.weight" if full.endswith("sinks") else to, weight
 
 
 def _experts_of_gpt_oss(full: str, weight: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:

@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvgraph.compiler.frontends.folder import CONFIG, is_gguf
-from kvgraph.compiler.frontends.gguf_config import ARCHITECTURES, configuration
+from kvgraph.compiler.frontends.gguf_architectures import ARCHITECTURES
+from kvgraph.compiler.frontends.gguf_config import configuration
 from kvgraph.compiler.frontends.gguf_file import (
     SAMPLING,
     field,

@@ -28,19 +28,30 @@ NUMBERS = (
     "attention.key_length",
     "attention.key_length_swa",
     "attention.layer_norm_rms_epsilon",
+    "attention.scale",
     "attention.sliding_window",
+    "attention.temperature_scale",
     "attention.value_length",
     "attention.value_length_swa",
     "attn_logit_softcapping",
     "block_count",
     "context_length",
     "embedding_length",
+    "embedding_scale",
     "expert_count",
     "expert_feed_forward_length",
+    "expert_group_count",
+    "expert_group_used_count",
+    "expert_shared_count",
     "expert_shared_feed_forward_length",
     "expert_used_count",
+    "expert_weights_scale",
     "feed_forward_length",
     "final_logit_softcapping",
+    "leading_dense_block_count",
+    "logit_scale",
+    "nextn_predict_layers",
+    "residual_scale",
     "rope.dimension_count",
     "rope.dimension_count_swa",
     "rope.freq_base",
@@ -52,18 +63,31 @@ NUMBERS = (
     "rope.scaling.yarn_attn_factor",
     "rope.scaling.yarn_beta_fast",
     "rope.scaling.yarn_beta_slow",
+    "rope.scaling.yarn_log_multiplier",
     "vocab_size",
 )
 """Fields of an architecture that make its configuration; each is a number."""
 
 MAY_BE_0 = (
+    "attention.scale",
     "attention.sliding_window",
+    "attention.temperature_scale",
+    "embedding_scale",
     "expert_count",
+    "expert_group_count",
+    "expert_group_used_count",
+    "expert_shared_feed_forward_length",
     "expert_used_count",
+    "expert_weights_scale",
     "final_logit_softcapping",
+    "leading_dense_block_count",
+    "logit_scale",
+    "nextn_predict_layers",
+    "residual_scale",
     "rope.dimension_count",
     "rope.scale_linear",
     "rope.scaling.factor",
+    "rope.scaling.yarn_log_multiplier",
 )
 """Fields of NUMBERS for which 0 means "none"."""
 
@@ -149,6 +173,10 @@ class Metadata:
 
     def get(self, name: str) -> str | int | float | None:
         return field(self.reader, f"{self.kind}.{name}")
+
+    def has(self, tensor: str) -> bool:
+        """Whether the file has a tensor of this name."""
+        return any(each.name == tensor for each in self.reader.tensors)
 
     def number(self, name: str, default: float) -> float:
         """The number of a field that `require_sizes` has checked."""

@@ -19,6 +19,9 @@ LONG, SHORT = "rope_factors_long.weight", "rope_factors_short.weight"
 LONG_ROPE = ("phi3",)
 """Architectures that may have LONG and SHORT."""
 
+MSCALE = ("mistral3",)
+"""Architectures whose YaRN may have a factor of attention of its own, as DeepSeek's."""
+
 
 def is_rotary(kind: str, tensor: str) -> bool:
     """Whether a tensor of architecture `kind` makes rotary parameters, and no weight."""
@@ -71,7 +74,9 @@ def _scaled(given: Metadata, base: float) -> JsonObject:
         raise given.refuse("rope.scaling.type", "none, 'linear' or 'yarn'")
     old = given.number("rope.scale_linear", 1)
     factor = given.number("rope.scaling.factor", old) or 1.0
-    plain: list[tuple[str, float]] = [("attn_factor", 1), ("yarn_log_multiplier", 0)]
+    plain: list[tuple[str, float]] = [("attn_factor", 1)]
+    if given.kind not in MSCALE:
+        plain.append(("yarn_log_multiplier", 0))
     plain.append(("yarn_ext_factor", int(kind == "yarn")))
     if kind == "yarn":
         plain.append(("yarn_attn_factor", 1 + 0.1 * math.log(max(1.0, factor))))
@@ -88,6 +93,8 @@ def _scaled(given: Metadata, base: float) -> JsonObject:
             "beta_fast": given.number("rope.scaling.yarn_beta_fast", 32),
             "beta_slow": given.number("rope.scaling.yarn_beta_slow", 1),
         }
+        if log := given.number("rope.scaling.yarn_log_multiplier", 0):
+            scaled |= {"mscale": 1.0, "mscale_all_dim": log}
     return scaled
 
 

@@ -7,6 +7,7 @@ llama.cpp changed them (it permutes queries and keys of Llama).
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -29,6 +30,11 @@ from kvgraph.signal_handlers import reraise_if_signalled
 if TYPE_CHECKING:
     from gguf import ReaderTensor
     from transformers import PreTrainedModel
+
+LAYER = re.compile(r"blk\.(\d+)\.")
+
+PREDICTING = ("glm4_moe",)
+"""Types of models whose files may have layers that predict more tokens."""
 
 NO_EXPONENT = 255
 """The exponent of MXFP4 that is a NaN."""
@@ -54,7 +60,7 @@ def weights(model: PreTrainedModel, config: Config) -> tuple[dict[str, Values], 
         name = names.get(tensor.name, names.get(stem))
         if name is not None:
             sources.setdefault(name, []).append(tensor)
-        elif not is_rotary(kind, tensor.name):
+        elif not (is_rotary(kind, tensor.name) or _predicts_more(tensor.name, model)):
             wanted = f"tensors of {model.config.model_type!r} alone"
             raise refuse(path, tensor.name, wanted, "one that it lacks")
     kinds = sorted({t.tensor_type.name for t in reader.tensors if len(t.shape) > 1})
@@ -63,6 +69,16 @@ def weights(model: PreTrainedModel, config: Config) -> tuple[dict[str, Values], 
         for name, tensors in sources.items()
     }
     return values, ", ".join(["gguf", *kinds])
+
+
+def _predicts_more(tensor: str, model: PreTrainedModel) -> bool:
+    """Whether a tensor is of a layer behind the model's, which predicts one more token."""
+    layer = LAYER.match(tensor)
+    return (
+        model.config.model_type in PREDICTING
+        and layer is not None
+        and int(layer[1]) >= model.config.num_hidden_layers
+    )
 
 
 def _values(

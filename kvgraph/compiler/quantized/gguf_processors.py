@@ -1,4 +1,5 @@
-"""Which tensors of a GGUF file make a parameter, and how: transformers' rules, with additions."""
+"""Which tensors of a GGUF file make a parameter, and how: transformers' rules, and those of experts
+here."""
 
 from __future__ import annotations
 
@@ -11,9 +12,22 @@ import torch
 from kvgraph.compiler.frontends.folder import Config
 from kvgraph.contract.dims import Array
 
-EXPERTS = re.compile(r"(?:model\.)?layers\.(\d+)\.mlp\.experts\.(gate_up|down)_proj(_bias)?")
+LAYER = r"(?:model\.)?layers\.(\d+)"
+EXPERTS = re.compile(LAYER + r"\.(?:mlp|block_sparse_moe)\.experts\.(gate_up|down)_proj(_bias)?")
 PARTS = {"gate_up": ("gate", "up"), "down": ("down",)}
 EXPERTS_TENSOR = re.compile(r"blk\.\d+\.ffn_(gate|up|down)_exps\.(weight|bias)")
+
+ROUTERS = {
+    "ffn_gate_inp.weight": re.compile(LAYER + r"\.block_sparse_moe\.router\.weight"),
+    "exp_probs_b.bias": re.compile(LAYER + r"\.mlp\.gate\.e_score_correction_bias"),
+}
+"""Tensors of a layer -> their parameters, which the gguf package does not know."""
+
+LLAMAS = ("llama", "mistral3", "smollm3", "granite", "granitemoe")
+"""Architectures whose queries and keys llama.cpp permutes."""
+
+GEMMAS = ("gemma", "gemma2", "gemma3")
+"""Architectures whose norms have 1 added."""
 
 Parsed = dict[str, dict[str, torch.Tensor]]
 """Under "tensors", parameters by name that are made of several tensors."""
@@ -56,56 +70,72 @@ class Made(NamedTuple):
     weights: Array
 
 
-class GptOss:
-    """Gate and up have alternate outputs of one parameter; outputs are a parameter's last dim."""
+class Mixture:
+    """Experts of a layer as one parameter `[E, N, K]`, with gate above up. `others`: rules for
+    tensors that are no experts."""
 
-    def preprocess_name(self, hf_name: str) -> str:
-        return hf_name
+    outputs = 1
+    """The dim with rows of gate and of up."""
+
+    def __init__(self, others: Processor) -> None:
+        self._others = others
+        self.preprocess_name = others.preprocess_name
 
     def perform_fallback_tensor_mapping(
         self, gguf_to_hf_name_map: dict[str, str], suffix: str, qual_name: str, hf_name: str
     ) -> None:
-        if (found := EXPERTS.fullmatch(hf_name)) is None:
-            return
-        end = "bias" if found[3] else "weight"
-        for part in PARTS[found[2]]:
-            gguf_to_hf_name_map[f"blk.{found[1]}.ffn_{part}_exps.{end}"] = qual_name + hf_name
+        names = []
+        if found := EXPERTS.fullmatch(hf_name):
+            end = "bias" if found[3] else "weight"
+            names = [f"blk.{found[1]}.ffn_{part}_exps.{end}" for part in PARTS[found[2]]]
+        for tensor, router in ROUTERS.items():
+            if found := router.fullmatch(hf_name):
+                names.append(f"blk.{found[1]}.{tensor}")
+        gguf_to_hf_name_map |= dict.fromkeys(names, qual_name + hf_name)
 
     def process(self, **given: Unpack[Given]) -> Processed:
-        weights, name = given["weights"], given["name"]
+        name = given["name"]
+        if "ffn_gate_inp_shexp" in name:  # a vector, or a matrix of one row
+            return Made(given["weights"].reshape(1, -1))
         found = EXPERTS_TENSOR.fullmatch(name)
         if found is None:
-            return Made(weights)
-        if found[2] == "weight":
-            weights = weights.swapaxes(-1, -2)
+            return self._others.process(**given)
+        weights = self._turned(given["weights"])
         if found[1] != "down":
+            shape, size = [*weights.shape], weights.shape[self.outputs]
+            shape[self.outputs] = 2 * size
             to = given["tensor_key_mapping"][name.removesuffix(".weight")]
-            shape = (*weights.shape[:-1], 2 * weights.shape[-1])
             whole = given["parsed_parameters"]["tensors"].setdefault(to, torch.zeros(shape))
-            whole[..., int(found[1] == "up") :: 2] = torch.from_numpy(np.array(weights))
+            rows = whole.swapaxes(0, self.outputs)[self._place(found[1] == "up", size)]
+            rows.copy_(torch.from_numpy(np.array(weights)).swapaxes(0, self.outputs))
         return Made(weights)
 
+    def _turned(self, weights: Array) -> Array:
+        """Experts of one tensor with the parameter's order of dims."""
+        return weights
 
-class Qwen2Moe:
-    """transformers' rules, but the shared expert's gate may be a vector, or a matrix of one row."""
+    def _place(self, is_up: bool, size: int) -> slice:
+        """Where gate or up with `size` outputs is among the parameter's outputs."""
+        return slice(size * is_up, size * (1 + is_up))
 
-    def __init__(self, theirs: Processor) -> None:
-        self._theirs = theirs
-        self.preprocess_name = theirs.preprocess_name
-        self.perform_fallback_tensor_mapping = theirs.perform_fallback_tensor_mapping
 
-    def process(self, **given: Unpack[Given]) -> Processed:
-        if "ffn_gate_inp_shexp" in given["name"]:
-            return Made(given["weights"].reshape(1, -1))
-        return self._theirs.process(**given)
+class GptOss(Mixture):
+    """Experts `[E, K, N]` and biases `[E, N]`, in which gate and up have alternate outputs."""
+
+    outputs = -1
+
+    def _turned(self, weights: Array) -> Array:
+        return weights.swapaxes(-1, -2) if weights.ndim > 2 else weights
+
+    def _place(self, is_up: bool, size: int) -> slice:
+        return slice(int(is_up), None, 2)
 
 
 def processor_of(kind: str, config: Config) -> Processor:
     """The rules for files of architecture `kind`."""
     from transformers import modeling_gguf_pytorch_utils as reading
 
-    if kind == "gpt-oss":
-        return GptOss()
-    made = reading.TENSOR_PROCESSORS.get(kind, reading.TensorProcessor)(config=dict(config))
-    theirs = cast(Processor, made)
-    return Qwen2Moe(theirs) if kind == "qwen2moe" else theirs
+    own = "llama" if kind in LLAMAS else "gemma2" if kind in GEMMAS else None
+    made = reading.TENSOR_PROCESSORS.get(own, reading.TensorProcessor)(config=dict(config))
+    others = cast(Processor, made)
+    return GptOss(others) if kind == "gpt-oss" else Mixture(others)

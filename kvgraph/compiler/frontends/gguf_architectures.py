@@ -1,0 +1,235 @@
+"""GGUF: fields of a configuration that are an architecture's own, from the fields of its files.
+
+Constants that llama.cpp keeps in its code, such as the scale of Gemma's queries, are here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from kvgraph.compiler.frontends.gguf_file import Metadata, entries
+from kvgraph.contract.plain import JsonObject
+
+MIXTRAL = {"expert_count": "num_local_experts", "expert_used_count": "num_experts_per_tok"}
+
+EXPERTS = {
+    "expert_count": "num_experts",
+    "expert_used_count": "num_experts_per_tok",
+    "expert_feed_forward_length": "moe_intermediate_size",
+}
+
+ROUTED = EXPERTS | {"expert_count": "n_routed_experts"}
+
+SIGMOID = 2
+"""llama.cpp's number of the function that makes weights of experts."""
+
+LARGEST_LAYERS = {"gemma2": 46, "gemma3": 62}
+"""Layers of Gemma's models of 27B parameters, by which llama.cpp knows them."""
+
+
+def _dense(given: Metadata, said: JsonObject, width: int) -> JsonObject:
+    """A model whose layers are all equal."""
+    given.require("rope.dimension_count", width)
+    window = given.number("attention.sliding_window", 0)
+    if 0 < window < said["max_position_embeddings"]:
+        raise given.refuse("attention.sliding_window", "none")
+    return {}
+
+
+def _llama(given: Metadata, said: JsonObject, width: int) -> JsonObject:
+    """Mixtral too."""
+    dense = _dense(given, said, width)
+    if not given.get("expert_count"):
+        return dense
+    return dense | {"model_type": "mixtral"} | _experts(given, MIXTRAL)
+
+
+def _qwen3_moe(given: Metadata, said: JsonObject, width: int) -> JsonObject:
+    return _dense(given, said, width) | _experts(given, EXPERTS) | {"norm_topk_prob": True}
+
+
+def _qwen2_moe(given: Metadata, said: JsonObject, width: int) -> JsonObject:
+    shared = given.required("expert_shared_feed_forward_length")
+    return _qwen3_moe(given, said, width) | {
+        "norm_topk_prob": False,
+        "shared_expert_intermediate_size": shared,
+    }
+
+
+def _glm4(given: Metadata, said: JsonObject, width: int) -> JsonObject:
+    """Files of models that see images have other rotary pairs."""
+    if any(entries(given.reader, f"{given.kind}.rope.dimension_sections")):
+        raise given.refuse("rope.dimension_sections", "none")
+    return _partial(given, said, width) | {"attention_bias": given.has("blk.0.attn_q.bias")}
+
+
+def _glm4_moe(given: Metadata, said: JsonObject, width: int) -> JsonObject:
+    """Layers for the prediction of several tokens are the last ones, and are not used."""
+    if given.get("expert_gating_func") not in (None, 0, SIGMOID):
+        raise given.refuse("expert_gating_func", f"{SIGMOID}, the sigmoid")
+    layers = said["num_hidden_layers"] - int(given.number("nextn_predict_layers", 0))
+    return (
+        _partial(given, said, width)
+        | _experts(given, ROUTED)
+        | {
+            "num_hidden_layers": layers,
+            "attention_bias": given.has("blk.0.attn_q.bias"),
+            "use_qk_norm": given.has("blk.0.attn_q_norm.weight"),
+            "n_shared_experts": given.required("expert_shared_count"),
+            "first_k_dense_replace": int(given.number("leading_dense_block_count", 0)),
+            "routed_scaling_factor": given.number("expert_weights_scale", 0) or 1.0,
+            "norm_topk_prob": bool(given.get("expert_weights_norm")),
+            "n_group": int(given.number("expert_group_count", 0)) or 1,
+            "topk_group": int(given.number("expert_group_used_count", 0)) or 1,
+        }
+    )
+
+
+def _partial(given: Metadata, said: JsonObject, width: int) -> JsonObject:
+    """A part of each head has rotary embeddings."""
+    part = given.number("rope.dimension_count", width) / width
+    return {"rope_parameters": said["rope_parameters"] | {"partial_rotary_factor": part}}
+
+
+def _granite(given: Metadata, said: JsonObject, width: int) -> JsonObject:
+    given.require("rope.scaling.finetuned", 1)  # llama.cpp's name for "has rotary embeddings"
+    given.require("expert_shared_feed_forward_length", 0)
+    experts = _experts(given, MIXTRAL) if given.kind == "granitemoe" else {}
+    return (
+        _dense(given, said, width)
+        | experts
+        | {
+            "attention_multiplier": given.number("attention.scale", 0) or width**-0.5,
+            "embedding_multiplier": given.number("embedding_scale", 0) or 1.0,
+            "residual_multiplier": given.number("residual_scale", 0) or 1.0,
+            "logits_scaling": given.number("logit_scale", 0) or 1.0,
+        }
+    )
+
+
+def _mistral3(given: Metadata, said: JsonObject, width: int) -> JsonObject:
+    """Ministral's queries grow with the position; those of other files do not."""
+    dense = _dense(given, said, width) | {"model_type": "mistral", "sliding_window": None}
+    beta = given.number("attention.temperature_scale", 0)
+    if not beta:
+        return dense
+    scaling: JsonObject = said["rope_parameters"]
+    if scaling["rope_type"] != "yarn":
+        raise given.refuse("rope.scaling.type", "'yarn' beside attention.temperature_scale")
+    return dense | {
+        "model_type": "ministral3",
+        "rope_parameters": scaling | {"llama_4_scaling_beta": beta},
+    }
+
+
+def _gpt_oss(given: Metadata, said: JsonObject, width: int) -> JsonObject:
+    given.require("rope.dimension_count", width)
+    scaling: JsonObject = said["rope_parameters"]
+    given.require("rope.freq_base_swa", scaling["rope_theta"])
+    exact = {"truncate": False} if scaling["rope_type"] == "yarn" else {}
+    return {
+        "num_local_experts": given.required("expert_count"),
+        "num_experts_per_tok": given.required("expert_used_count"),
+        "intermediate_size": given.required("expert_feed_forward_length"),
+        "sliding_window": _window(given, 0),
+        "layer_types": _layer_types(given, said["num_hidden_layers"], 2),
+        "rope_parameters": scaling | exact,
+    }
+
+
+def _phi3(given: Metadata, said: JsonObject, width: int) -> JsonObject:
+    """llama.cpp ignores the window, transformers does not."""
+    scaling: JsonObject = said["rope_parameters"]
+    if scaling["rope_type"] not in ("default", "longrope"):
+        raise given.refuse("rope.scaling.type", "none or 'longrope'")
+    part = given.number("rope.dimension_count", width) / width
+    original = "original_max_position_embeddings"
+    return {
+        **({original: scaling[original]} if original in scaling else {}),
+        "rope_parameters": scaling | {"partial_rotary_factor": part},
+        "sliding_window": int(given.number("attention.sliding_window", 0)) or None,
+    }
+
+
+def _gemma(given: Metadata, said: JsonObject, width: int) -> JsonObject:
+    """The scale of queries of both Gemma 2 and Gemma 3."""
+    if said["rope_parameters"]["rope_type"] not in ("default", "linear"):
+        raise given.refuse("rope.scaling.type", "none or 'linear'")
+    given.require("rope.dimension_count", width)
+    largest = said["num_hidden_layers"] == LARGEST_LAYERS[given.kind]
+    scalar = said["hidden_size"] // said["num_attention_heads"] if largest else width
+    return {"query_pre_attn_scalar": scalar}
+
+
+def _gemma3(given: Metadata, said: JsonObject, width: int) -> JsonObject:
+    local = {"rope_type": "default", "rope_theta": given.number("rope.freq_base_swa", 10000)}
+    window = int(given.number("attention.sliding_window", 0))
+    layers = said["num_hidden_layers"]
+    return _gemma(given, said, width) | {
+        "sliding_window": window or None,
+        "layer_types": _layer_types(given, layers, 6) if window else ["full_attention"] * layers,
+        "rope_parameters": {"full_attention": said["rope_parameters"], "sliding_attention": local},
+        "final_logit_softcapping": given.number("final_logit_softcapping", 0) or None,
+        "attn_logit_softcapping": None,
+    }
+
+
+def _gemma2(given: Metadata, said: JsonObject, width: int) -> JsonObject:
+    given.require("rope.freq_base_swa", said["rope_parameters"]["rope_theta"])
+    return _gemma(given, said, width) | {
+        "sliding_window": _window(given, 4096),
+        "layer_types": _layer_types(given, said["num_hidden_layers"], 2),
+        "final_logit_softcapping": given.number("final_logit_softcapping", 30) or None,
+        "attn_logit_softcapping": given.number("attn_logit_softcapping", 50),
+    }
+
+
+def _window(given: Metadata, default: int) -> int:
+    window = int(given.number("attention.sliding_window", default))
+    if window < 1:
+        raise given.refuse("attention.sliding_window", "a number above 0")
+    return window
+
+
+def _layer_types(given: Metadata, layers: int, every: int) -> list[str]:
+    """Which layers have a window. `every`: the period, whose last layer has none, if the file
+    names none."""
+    name = "attention.sliding_window_pattern"
+    each = entries(given.reader, f"{given.kind}.{name}")
+    period = every if given.get(name) is None else given.get(name)
+    if isinstance(period, int):
+        each = [not period or layer % period < period - 1 for layer in range(layers)]
+    if len(each) != layers:
+        raise given.refuse(name, f"a number, or one for each of {layers} layers")
+    return ["sliding_attention" if has_window else "full_attention" for has_window in each]
+
+
+def _experts(given: Metadata, names: Mapping[str, str]) -> JsonObject:
+    return {name: given.required(own) for own, name in names.items()}
+
+
+Own = Callable[[Metadata, JsonObject, int], JsonObject]
+"""Makes fields of an architecture's own, from a file, the other fields and the width of heads."""
+
+ARCHITECTURES: dict[str, tuple[str, Own]] = {
+    "llama": ("llama", _llama),
+    "mistral3": ("mistral", _mistral3),
+    "smollm3": ("smollm3", _dense),
+    "granite": ("granite", _granite),
+    "granitemoe": ("granitemoe", _granite),
+    "qwen2": ("qwen2", _dense),
+    "qwen2vl": ("qwen2", _dense),
+    "qwen3": ("qwen3", _dense),
+    "qwen3vl": ("qwen3", _dense),
+    "qwen2moe": ("qwen2_moe", _qwen2_moe),
+    "qwen3moe": ("qwen3_moe", _qwen3_moe),
+    "qwen3vlmoe": ("qwen3_moe", _qwen3_moe),
+    "glm4": ("glm4", _glm4),
+    "glm4moe": ("glm4_moe", _glm4_moe),
+    "phi3": ("phi3", _phi3),
+    "gpt-oss": ("gpt_oss", _gpt_oss),
+    "gemma": ("gemma", _dense),
+    "gemma2": ("gemma2", _gemma2),
+    "gemma3": ("gemma3_text", _gemma3),
+}
+"""Architecture of a file -> transformers' model type, and its own fields."""
