@@ -4,28 +4,22 @@ that was converted; tokenizers that some of them need."""
 from __future__ import annotations
 
 import json
-import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import onnx
 import pytest
 import tokenizers
 import torch
 from safetensors.torch import load_file, save_file
 
 import kvgraph
-from kvgraph.compiler.checkpoint import Checkpoint
 from kvgraph.compiler.frontends import huggingface
 from kvgraph.compiler.frontends.gguf import as_folder
-from kvgraph.compiler.values import Values
-from kvgraph.errors import KVGraphError, ModelError
-from kvgraph.ops.packed import E2M1, LEVELS, Form, powers
+from kvgraph.errors import KVGraphError
 from tests.support import gguf_files
 from tests.support.models import greedy_tokens, make_model
-from tests.support.plans import plan
 
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0}
@@ -40,6 +34,14 @@ HALF = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 
 TEMPERATURE = {"llama_4_scaling_beta": 0.125}
 MULTIPLIERS = {"attention_multiplier": 0.125, "embedding_multiplier": 6.0}
 MULTIPLIERS |= {"residual_multiplier": 0.5, "logits_scaling": 4.0}
+
+LATENT = {"q_lora_rank": 32, "kv_lora_rank": 24, "qk_rope_head_dim": 16, "head_dim": 16}
+LATENT |= {"qk_nope_head_dim": 20, "v_head_dim": 28, "num_key_value_heads": 4}
+LATENT |= {"n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
+LATENT |= {"n_shared_experts": 2, "routed_scaling_factor": 1.5, "first_k_dense_replace": 1}
+GROUPS = {"topk_method": "group_limited_greedy"}
+MIXED = {"mlp_layer_types": ["dense", "sparse"]}
+DEEP = YARN | {"mscale": 0.75, "mscale_all_dim": 0.75}
 
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma3": ("gemma3_text", {"num_hidden_layers": 7, "sliding_window_pattern": 6}),
@@ -80,6 +82,16 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         | {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
         | {"routed_scaling_factor": 1.5, "rope_parameters": HALF},
     ),
+    "deepseek v2": ("deepseek_v2", LATENT | {"n_group": 4, "topk_group": 2} | GROUPS),
+    "deepseek v2 lite": (
+        "deepseek_v2",
+        LATENT | {"q_lora_rank": None, "n_group": 1, "topk_group": 1, "rope_parameters": DEEP},
+    ),
+    "deepseek v3": (
+        "deepseek_v3",
+        LATENT | {"n_group": 4, "topk_group": 2, "rope_parameters": DEEP},
+    ),
+    "glm flash": ("glm4_moe_lite", LATENT | {"n_group": 1, "topk_group": 1} | MIXED),
     "gemma": ("gemma", {}),
     "llama yarn": ("llama", {"rope_parameters": YARN}),
     "qwen3 linear": ("qwen3", {"rope_parameters": LINEAR}),
@@ -88,7 +100,14 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 TEXT = gguf_files.byte_level("gpt-2", {"<s>": 3, "</s>": 3}, bos_token_id=256, eos_token_id=257)
 
 OTHERWISE = ("architectures", "dtype", "transformers_version", "initializer_range")
-OTHERWISE += ("bos_token_id", "eos_token_id", "pad_token_id", "sliding_window_pattern")
+OTHERWISE += (
+    "mlp_layer_types",
+    "model_type",
+    "bos_token_id",
+    "eos_token_id",
+    "pad_token_id",
+    "sliding_window_pattern",
+)
 """Fields that say nothing about a model's results, or that the file's tokenizer has."""
 
 
@@ -128,6 +147,8 @@ def test_configuration_and_weights(name: str, tmp_path: Path) -> None:
         if field not in OTHERWISE and field in found:
             assert plain(found[field]) == plain(value), field
     assert expected.keys() - found.keys() <= {*OTHERWISE, "head_dim"}
+    types = {"glm4_moe_lite": "deepseek_v3"}
+    assert found["model_type"] == types.get(expected["model_type"], expected["model_type"])
     for tensor, value in loaded(model).items():
         assert torch.allclose(weights[tensor], value, rtol=0, atol=1e-6), tensor
 
@@ -135,6 +156,14 @@ def test_configuration_and_weights(name: str, tmp_path: Path) -> None:
 def test_a_vector_as_the_gate_of_a_shared_expert(tmp_path: Path) -> None:
     """As older files have it."""
     model, path = make("qwen2moe", tmp_path, vector="blk.0.ffn_gate_inp_shexp.weight")
+    with as_folder(path) as folder:
+        weights = loaded(folder)
+    for tensor, value in loaded(model).items():
+        assert torch.equal(weights[tensor], value), tensor
+
+
+def test_a_latent_as_older_files_have_it(tmp_path: Path) -> None:
+    model, path = make("deepseek v2 lite", tmp_path, is_old=True)
     with as_folder(path) as folder:
         weights = loaded(folder)
     for tensor, value in loaded(model).items():
@@ -165,7 +194,19 @@ def test_layers_that_predict_more_tokens_are_not_read(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["gemma3", "gpt-oss", "phi3", "mixtral", "ministral3", "smollm3", "granitemoe", "glm4moe"],
+    [
+        "gemma3",
+        "gpt-oss",
+        "phi3",
+        "mixtral",
+        "ministral3",
+        "smollm3",
+        "granitemoe",
+        "glm4moe",
+        "deepseek v2",
+        "deepseek v3",
+        "glm flash",
+    ],
 )
 def test_tokens_are_those_of_the_checkpoint(name: str, tmp_path: Path) -> None:
     """A prompt beyond the window, and beyond YaRN's original length."""
@@ -255,6 +296,16 @@ def test_a_pattern_of_windows_that_the_file_names(tmp_path: Path) -> None:
             "glm4moe.expert_gating_func: expected 2, the sigmoid, got 1; compile the checkpoint",
         ),
         (
+            "deepseek v2",
+            {"deepseek2__expert_weights_norm": True},
+            "deepseek2.expert_weights_norm: expected 0, got True; compile the checkpoint",
+        ),
+        (
+            "deepseek v3",
+            {"deepseek2__expert_gating_func": 3},
+            "deepseek2.expert_gating_func: expected 1, the softmax, or 2, the sigmoid, got 3; comp",
+        ),
+        (
             "mistral3",
             {"mistral3__attention__temperature_scale": 0.1},
             "mistral3.rope.scaling.type: expected 'yarn' beside attention.temperature_scale, got n",
@@ -285,58 +336,6 @@ def test_factors_of_rotary_frequencies_beside_a_scaling(tmp_path: Path) -> None:
 def test_half_of_the_factors_of_longrope(tmp_path: Path) -> None:
     _, path = make("phi3", tmp_path, extra="rope_factors_long.weight")
     assert "rope_factors_short.weight: expected a tensor beside the other of" in refused(path)
-
-
-def test_experts_of_gpt_oss_as_they_are_stored(tmp_path: Path) -> None:
-    _, path = make("gpt-oss", tmp_path, "Q8_0", experts="MXFP4")
-    with as_folder(path) as folder:
-        stacked = [v for name, v in checkpoint(folder).items() if name.endswith("_proj")]
-        assert len([each for each in stacked if len(each.shape) == 3]) == 6
-        for each in stacked:
-            assert each.form == Form(4, 32, E2M1)
-            coded = each.open_coded()(1, 3)
-            scales = torch.from_numpy(powers(coded.scales.numpy())).repeat_interleave(32, -1)
-            numbers = torch.from_numpy(LEVELS[E2M1])[coded.numbers.long()] * scales
-            assert torch.equal(numbers.transpose(1, 2), each.read()[1:3])
-    manifest = kvgraph.compile(path, tmp_path / "a.kvg", page_size=16, check=False)
-    assert manifest.weights == "stored"
-    assert not any("rounded" in note for note in manifest.notes)
-    planned = plan(path, target="cpu", memory=1 << 30, max_seq_len=None)
-    made = (tmp_path / "a.kvg" / "weights.safetensors").stat().st_size
-    graph = onnx.load(tmp_path / "a.kvg" / "model.onnx", load_external_data=False).graph
-    external = onnx.TensorProto.EXTERNAL
-    small = [each for each in graph.initializer if each.data_location != external]
-    made += sum(onnx.numpy_helper.to_array(each).nbytes for each in small)
-    assert planned.weights == pytest.approx(made, rel=0.03)
-
-
-@pytest.mark.parametrize("part", ["gate", "up"])
-@pytest.mark.parametrize("kind", ["F32", "MXFP4"])
-def test_experts_with_half_of_a_parameter(part: str, kind: str, tmp_path: Path) -> None:
-    without = f"blk.1.ffn_{part}_exps.weight"
-    _, path = make("gpt-oss", tmp_path, experts=kind, without=without)
-    assert re.search(
-        r"blk\.1\.ffn_.*_exps.weight: expected \[4, .*\] from its configuration, got \[4, ",
-        refused(path),
-    )
-
-
-def test_a_damaged_exponent(tmp_path: Path) -> None:
-    _, path = make("gpt-oss", tmp_path, "Q8_0", experts="MXFP4")
-
-    def first() -> torch.Tensor:
-        with as_folder(path) as folder:
-            found = checkpoint(folder)
-        name = next(name for name in found if name.endswith("0.mlp.experts.down_proj"))
-        return found[name].open_coded()(0, 1).numbers
-
-    codes = first()[0, 0, :32].numpy()
-    at = path.read_bytes().index((codes[:16] | codes[16:] << 4).tobytes())
-    with path.open("r+b") as file:
-        file.seek(at - 1)
-        file.write(b"\xff")
-    with pytest.raises(ModelError, match=r"down_exps.weight\[0\]: expected a finite scale, got ex"):
-        first()
 
 
 def test_spaces_that_are_tokens(tmp_path: Path) -> None:
@@ -383,12 +382,6 @@ def test_the_tokenizer_of_gpt_oss(tmp_path: Path) -> None:
         config = json.loads((found / "config.json").read_text())
     assert tokenizer.encode("a  <|end|>").tokens == ["a", "ĠĠ", "<|end|>"]
     assert config["eos_token_id"] == [257, 258]
-
-
-def checkpoint(folder: Path) -> Mapping[str, Values]:
-    found = huggingface.load(folder, "float32", weightless=True).checkpoint
-    assert isinstance(found, Checkpoint)
-    return found.values
 
 
 def refused(path: Path) -> str:

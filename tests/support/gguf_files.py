@@ -20,6 +20,9 @@ ARCHITECTURES = {
     "granitemoe": "granitemoe",
     "glm4": "glm4",
     "glm4_moe": "glm4moe",
+    "deepseek_v2": "deepseek2",
+    "deepseek_v3": "deepseek2",
+    "glm4_moe_lite": "deepseek2",
     "gemma": "gemma",
     "qwen2": "qwen2",
     "qwen3": "qwen3",
@@ -53,6 +56,7 @@ def make(
     experts: str = "",
     factors: np.ndarray | None = None,
     more_layers: int = 0,
+    is_old: bool = False,
     extra: str = "",
     without: str = "",
     vector: str = "",
@@ -64,8 +68,9 @@ def make(
 
     `name`: the architecture, if not the one of the model's type.
     `experts`: the kind of blocks of experts, if not `kind`. `factors`: of rotary frequencies.
-    `more_layers`: layers behind the model's. `extra`: a tensor more, `without`: one less.
-    `vector`: a matrix of one row, written as a vector.
+    `more_layers`: layers behind the model's. `is_old`: a latent's keys and values as older files
+    have them. `extra`: a tensor more, `without`: one less. `vector`: a matrix of one row, written
+    as a vector.
     `text`: what the file says of its tokenizer, instead of what `folder` does.
     """
     import gguf
@@ -78,8 +83,11 @@ def make(
     writer.add_block_count(config["num_hidden_layers"] + more_layers)
     writer.add_feed_forward_length(config["intermediate_size"])
     writer.add_head_count(config["num_attention_heads"])
-    writer.add_head_count_kv(config["num_key_value_heads"])
-    if "head_dim" in config:
+    is_latent = name == "deepseek2" and not is_old
+    writer.add_head_count_kv(1 if is_latent else config["num_key_value_heads"])
+    if name == "deepseek2":
+        _add_latent(writer, config, is_old=is_old)
+    elif "head_dim" in config:
         writer.add_key_length(config["head_dim"])
         writer.add_value_length(config["head_dim"])
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
@@ -91,7 +99,7 @@ def make(
         _add(writer, f"tokenizer.ggml.{key}", value)
     if text is None and (folder / "tokenizer.json").is_file():
         _add_tokenizer(writer, json.loads((folder / "tokenizer.json").read_text()), config)
-    for tensor, (data, blocks) in tensors(folder, config, name, kind, experts).items():
+    for tensor, (data, blocks) in tensors(folder, config, name, kind, experts, is_old).items():
         if tensor != without:
             writer.add_tensor(tensor, data[0] if tensor == vector else data, raw_dtype=blocks)
     if factors is not None:
@@ -103,6 +111,24 @@ def make(
     writer.write_tensors_to_file()
     writer.close()
     return out
+
+
+def _add_latent(writer: Any, config: dict[str, Any], *, is_old: bool) -> None:
+    """Widths of queries, keys and values, which older files have in other fields."""
+    key, value = config["qk_nope_head_dim"] + config["qk_rope_head_dim"], config["v_head_dim"]
+    rank = config["kv_lora_rank"]
+    if is_old:
+        writer.add_key_length(key)
+        writer.add_value_length(value)
+    else:
+        writer.add_key_length(rank + config["qk_rope_head_dim"])
+        writer.add_value_length(rank)
+        writer.add_key_length_mla(key)
+        writer.add_value_length_mla(value)
+    writer.add_kv_lora_rank(rank)
+    writer.add_rope_dimension_count(config["qk_rope_head_dim"])
+    if config["q_lora_rank"] is not None:
+        writer.add_q_lora_rank(config["q_lora_rank"])
 
 
 def _add_own(writer: Any, name: str, config: dict[str, Any]) -> None:
@@ -126,7 +152,9 @@ def _add_own(writer: Any, name: str, config: dict[str, Any]) -> None:
     if rope["rope_type"] in ("yarn", "longrope"):
         writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
     if rope.get("mscale_all_dim"):
-        writer.add_rope_scaling_yarn_log_mul(rope["mscale_all_dim"])
+        unit = 0.1 if name == "deepseek2" else 1
+        writer.add_rope_scaling_yarn_log_mul(unit * rope["mscale_all_dim"])
+    if "llama_4_scaling_beta" in rope:
         writer.add_attn_temperature_scale(rope["llama_4_scaling_beta"])
     if "partial_rotary_factor" in rope:
         width = config.get("head_dim", config["hidden_size"] // config["num_attention_heads"])
@@ -149,15 +177,24 @@ def _add_own(writer: Any, name: str, config: dict[str, Any]) -> None:
         writer.add_expert_feed_forward_length(width)
     if name == "qwen2moe":
         writer.add_expert_shared_feed_forward_length(config["shared_expert_intermediate_size"])
-    if name == "glm4moe":
+    if name in ("glm4moe", "deepseek2"):
+        is_v2 = config["model_type"] == "deepseek_v2"
         writer.add_expert_shared_count(config["n_shared_experts"])
-        writer.add_leading_dense_block_count(config["first_k_dense_replace"])
-        writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+        writer.add_leading_dense_block_count(config.get("first_k_dense_replace", 1))
+        kinds = gguf.ExpertGatingFuncType
+        writer.add_expert_gating_func(kinds.SOFTMAX if is_v2 else kinds.SIGMOID)
         writer.add_expert_weights_norm(config["norm_topk_prob"])
+        writer.add_expert_group_count(config["n_group"])
+        writer.add_expert_group_used_count(config["topk_group"])
 
 
 def tensors(
-    folder: Path, config: dict[str, Any], name: str, kind: str, experts: str = ""
+    folder: Path,
+    config: dict[str, Any],
+    name: str,
+    kind: str,
+    experts: str = "",
+    is_old: bool = False,
 ) -> dict[str, Any]:
     """Name -> blocks and their type."""
     import gguf
@@ -166,7 +203,7 @@ def tensors(
     names = gguf.get_tensor_name_map(arch, config["num_hidden_layers"])
     stored = _stacked(load_file(folder / "model.safetensors"))
     found = {}
-    for full, weight in _as_stored(stored, name, config):
+    for full, weight in _as_stored(stored, name, config, is_old=is_old):
         stem, dot, end = full.rpartition(".")
         to = f"{names.get_name(stem)}{dot}{end}"
         if weight.ndim < 2 or to.endswith(("gate_inp.weight", "bias")):
@@ -178,7 +215,7 @@ def tensors(
 
 
 def _as_stored(
-    stored: dict[str, np.ndarray], name: str, config: dict[str, Any]
+    stored: dict[str, np.ndarray], name: str, config: dict[str, Any], *, is_old: bool
 ) -> Iterator[tuple[str, np.ndarray]]:
     """Tensors with llama.cpp's changes, in float32, by transformers' names of them."""
     for full, given in stored.items():
@@ -190,6 +227,11 @@ def _as_stored(
             weight = weight + 1
         if name == "gpt-oss" and ".experts." in full:
             yield from _experts_of_gpt_oss(full, weight)
+        elif full.endswith("kv_b_proj.weight") and not is_old:
+            heads = weight.reshape(config["num_attention_heads"], -1, weight.shape[-1])
+            keys, values = np.split(heads, [config["qk_nope_head_dim"]], 1)
+            yield full.replace("kv_b", "k_b"), np.ascontiguousarray(keys.swapaxes(1, 2))
+            yield full.replace("kv_b", "v_b"), np.ascontiguousarray(values)
         elif full.endswith("input_linear.weight"):  # gate above up
             stem = full.removesuffix("input_linear.weight")
             for part, rows in zip(("w1", "w3"), np.split(weight, 2, 1), strict=True):

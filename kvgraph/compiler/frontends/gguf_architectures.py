@@ -20,8 +20,8 @@ EXPERTS = {
 
 ROUTED = EXPERTS | {"expert_count": "n_routed_experts"}
 
-SIGMOID = 2
-"""llama.cpp's number of the function that makes weights of experts."""
+SOFTMAX, SIGMOID = 1, 2
+"""llama.cpp's numbers of functions that make weights of experts."""
 
 LARGEST_LAYERS = {"gemma2": 46, "gemma3": 62}
 """Layers of Gemma's models of 27B parameters, by which llama.cpp knows them."""
@@ -71,18 +71,72 @@ def _glm4_moe(given: Metadata, said: JsonObject, width: int) -> JsonObject:
     return (
         _partial(given, said, width)
         | _experts(given, ROUTED)
+        | _routing(given)
         | {
             "num_hidden_layers": layers,
             "attention_bias": given.has("blk.0.attn_q.bias"),
             "use_qk_norm": given.has("blk.0.attn_q_norm.weight"),
-            "n_shared_experts": given.required("expert_shared_count"),
-            "first_k_dense_replace": int(given.number("leading_dense_block_count", 0)),
-            "routed_scaling_factor": given.number("expert_weights_scale", 0) or 1.0,
-            "norm_topk_prob": bool(given.get("expert_weights_norm")),
-            "n_group": int(given.number("expert_group_count", 0)) or 1,
-            "topk_group": int(given.number("expert_group_used_count", 0)) or 1,
         }
     )
+
+
+def _deepseek2(given: Metadata, said: JsonObject, width: int) -> JsonObject:
+    """DeepSeek V2 and V3, GLM-4.7-Flash: attention over a latent of keys and values.
+
+    Older files have the widths of heads as the lengths of keys and values; later ones have there
+    those of the latent.
+    """
+    length = "{}_length_mla" if given.get("attention.key_length_mla") else "{}_length"
+    key, value = (given.required(f"attention.{length.format(of)}") for of in ("key", "value"))
+    part = given.required("rope.dimension_count")
+    scaling: JsonObject = said["rope_parameters"]
+    if scaling["rope_type"] == "yarn":
+        given.required("rope.scaling.yarn_log_multiplier")
+    layers = said["num_hidden_layers"] - int(given.number("nextn_predict_layers", 0))
+    shared: JsonObject = (
+        _experts(given, ROUTED)
+        | _routing(given)
+        | {
+            "num_hidden_layers": layers,
+            "num_key_value_heads": said["num_attention_heads"],
+            "q_lora_rank": given.get("attention.q_lora_rank"),
+            "kv_lora_rank": given.required("attention.kv_lora_rank"),
+            "head_dim": part,
+            "qk_rope_head_dim": part,
+            "qk_nope_head_dim": key - part,
+            "v_head_dim": value,
+        }
+    )
+    if _has_sigmoid(given, said):
+        return shared | {"model_type": "deepseek_v3"}
+    given.require("expert_weights_norm", 0)
+    method = "greedy" if shared["n_group"] == 1 else "group_limited_greedy"
+    return shared | {"topk_method": method}
+
+
+def _has_sigmoid(given: Metadata, said: JsonObject) -> bool:
+    """Whether sigmoids make weights of experts. A file that does not say so is of GLM-4.7-Flash, by
+    llama.cpp's rule, or has a softmax."""
+    kind = given.get("expert_gating_func")
+    if kind not in (None, 0, SOFTMAX, SIGMOID):
+        raise given.refuse(
+            "expert_gating_func", f"{SOFTMAX}, the softmax, or {SIGMOID}, the sigmoid"
+        )
+    if kind in (SOFTMAX, SIGMOID):
+        return kind == SIGMOID
+    return given.required("block_count") in (47, 48) and said["vocab_size"] == 154880
+
+
+def _routing(given: Metadata) -> JsonObject:
+    """How experts are chosen and weighed."""
+    return {
+        "n_shared_experts": given.required("expert_shared_count"),
+        "first_k_dense_replace": int(given.number("leading_dense_block_count", 0)),
+        "routed_scaling_factor": given.number("expert_weights_scale", 0) or 1.0,
+        "norm_topk_prob": bool(given.get("expert_weights_norm")),
+        "n_group": int(given.number("expert_group_count", 0)) or 1,
+        "topk_group": int(given.number("expert_group_used_count", 0)) or 1,
+    }
 
 
 def _partial(given: Metadata, said: JsonObject, width: int) -> JsonObject:
@@ -226,6 +280,7 @@ ARCHITECTURES: dict[str, tuple[str, Own]] = {
     "qwen3vlmoe": ("qwen3_moe", _qwen3_moe),
     "glm4": ("glm4", _glm4),
     "glm4moe": ("glm4_moe", _glm4_moe),
+    "deepseek2": ("deepseek_v2", _deepseek2),
     "phi3": ("phi3", _phi3),
     "gpt-oss": ("gpt_oss", _gpt_oss),
     "gemma": ("gemma", _dense),

@@ -60,7 +60,7 @@ def configuration(path: Path, reader: GGUFReader, kind: str) -> JsonObject:
         read = transformers.AutoConfig.for_model(model_type, **known)
     config: JsonObject = read.to_dict() | {"dtype": "bfloat16"}
     is_own = "head_dim" in config or width != said["hidden_size"] // heads
-    return config | ({"head_dim": width} if is_own else {})
+    return config | ({"head_dim": said.get("head_dim", width)} if is_own else {})
 
 
 def _require_plain(given: Metadata, width: int, said: JsonObject) -> None:
@@ -68,12 +68,10 @@ def _require_plain(given: Metadata, width: int, said: JsonObject) -> None:
 
     `said`: the configuration.
     """
-    for name in (
-        "attention.value_length",
-        "attention.key_length_swa",
-        "attention.value_length_swa",
-    ):
-        given.require(name, width)
+    if "kv_lora_rank" not in said:
+        given.require("attention.value_length", width)
+    given.require("attention.key_length_swa", width)
+    given.require("attention.value_length_swa", width)
     given.require("rope.dimension_count_swa", given.number("rope.dimension_count", width))
     given.require("attention.causal", 1)
     scale = said.get("query_pre_attn_scalar", width) ** -0.5

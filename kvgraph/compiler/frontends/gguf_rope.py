@@ -19,8 +19,9 @@ LONG, SHORT = "rope_factors_long.weight", "rope_factors_short.weight"
 LONG_ROPE = ("phi3",)
 """Architectures that may have LONG and SHORT."""
 
-MSCALE = ("mistral3",)
-"""Architectures whose YaRN may have a factor of attention of its own, as DeepSeek's."""
+MSCALE = {"mistral3": 1, "deepseek2": 10}
+"""Architectures whose YaRN may have factors of attention of its own -> `mscale_all_dim` of a
+configuration, divided by the file's field."""
 
 
 def is_rotary(kind: str, tensor: str) -> bool:
@@ -94,7 +95,9 @@ def _scaled(given: Metadata, base: float) -> JsonObject:
             "beta_slow": given.number("rope.scaling.yarn_beta_slow", 1),
         }
         if log := given.number("rope.scaling.yarn_log_multiplier", 0):
-            scaled |= {"mscale": 1.0, "mscale_all_dim": log}
+            mscale = log * MSCALE[given.kind]
+            own = mscale if given.kind == "deepseek2" else 1.0
+            scaled |= {"mscale": own, "mscale_all_dim": mscale}
     return scaled
 
 

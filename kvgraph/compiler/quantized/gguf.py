@@ -20,7 +20,12 @@ from kvgraph.compiler.frontends.folder import Config
 from kvgraph.compiler.frontends.gguf_file import nearest_bits, open_file, refuse
 from kvgraph.compiler.frontends.gguf_rope import is_rotary
 from kvgraph.compiler.frontends.stored_forms import GGUF_BLOCKS
-from kvgraph.compiler.quantized.gguf_processors import Parsed, Processor, processor_of
+from kvgraph.compiler.quantized.gguf_processors import (
+    Parsed,
+    Processor,
+    processor_of,
+    with_halves,
+)
 from kvgraph.compiler.values import PLAIN_BITS, Coded, CodedRows, Converted, Values
 from kvgraph.contract.dims import Array
 from kvgraph.errors import ModelError
@@ -33,7 +38,7 @@ if TYPE_CHECKING:
 
 LAYER = re.compile(r"blk\.(\d+)\.")
 
-PREDICTING = ("glm4_moe",)
+PREDICTING = ("glm4_moe", "deepseek_v3")
 """Types of models whose files may have layers that predict more tokens."""
 
 NO_EXPONENT = 255
@@ -52,7 +57,7 @@ def weights(model: PreTrainedModel, config: Config) -> tuple[dict[str, Values], 
     reader = open_file(path)
     kind = reader.get_field("general.architecture").contents()
     processor = processor_of(kind, config)
-    names = reading.get_gguf_hf_weights_map(model, processor, model_type=kind)
+    names = with_halves(reading.get_gguf_hf_weights_map(model, processor, model_type=kind))
     state = model.state_dict(keep_vars=True)
     sources: dict[str, list[ReaderTensor]] = {}
     for tensor in reader.tensors:

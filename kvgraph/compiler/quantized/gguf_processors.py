@@ -17,6 +17,8 @@ EXPERTS = re.compile(LAYER + r"\.(?:mlp|block_sparse_moe)\.experts\.(gate_up|dow
 PARTS = {"gate_up": ("gate", "up"), "down": ("down",)}
 EXPERTS_TENSOR = re.compile(r"blk\.\d+\.ffn_(gate|up|down)_exps\.(weight|bias)")
 
+LATENT_TENSOR = re.compile(r"blk\.\d+\.attn_(k|v)_b\.weight")
+
 ROUTERS = {
     "ffn_gate_inp.weight": re.compile(LAYER + r"\.block_sparse_moe\.router\.weight"),
     "exp_probs_b.bias": re.compile(LAYER + r"\.mlp\.gate\.e_score_correction_bias"),
@@ -119,6 +121,31 @@ class Mixture:
         return slice(size * is_up, size * (1 + is_up))
 
 
+class Latent(Mixture):
+    """Keys and values from a latent, `kv_b_proj`: of each head keys `[K, nope]`, transposed, and
+    values `[V, K]`; older files have the parameter whole."""
+
+    def __init__(self, others: Processor, config: Config) -> None:
+        super().__init__(others)
+        self._sizes = config["qk_nope_head_dim"], config["v_head_dim"]
+
+    def process(self, **given: Unpack[Given]) -> Processed:
+        found = LATENT_TENSOR.fullmatch(given["name"])
+        if found is None:
+            return super().process(**given)
+        weights, (keys, values) = given["weights"], self._sizes
+        if found[1] == "k":
+            weights = weights.swapaxes(1, 2)
+        heads, _, rank = weights.shape
+        to = given["tensor_key_mapping"][given["name"].removesuffix(".weight")]
+        whole = given["parsed_parameters"]["tensors"].setdefault(
+            to, torch.zeros(heads * (keys + values), rank)
+        )
+        place = slice(keys) if found[1] == "k" else slice(keys, None)
+        whole.view(heads, -1, rank)[:, place].copy_(torch.from_numpy(np.array(weights)))
+        return Made(weights)
+
+
 class GptOss(Mixture):
     """Experts `[E, K, N]` and biases `[E, N]`, in which gate and up have alternate outputs."""
 
@@ -138,4 +165,17 @@ def processor_of(kind: str, config: Config) -> Processor:
     own = "llama" if kind in LLAMAS else "gemma2" if kind in GEMMAS else None
     made = reading.TENSOR_PROCESSORS.get(own, reading.TensorProcessor)(config=dict(config))
     others = cast(Processor, made)
+    if kind == "deepseek2":
+        return Latent(others, config)
     return GptOss(others) if kind == "gpt-oss" else Mixture(others)
+
+
+def with_halves(names: dict[str, str]) -> dict[str, str]:
+    """Parameters by tensors, and those of `Latent` by both of theirs."""
+    halves = {
+        tensor.replace("attn_kv_b", f"attn_{half}_b"): name
+        for tensor, name in names.items()
+        if "attn_kv_b" in tensor
+        for half in "kv"
+    }
+    return names | halves

@@ -1,0 +1,79 @@
+"""GGUF files: experts of gpt-oss as they are stored."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+import onnx
+import pytest
+import torch
+
+import kvgraph
+from kvgraph.compiler.checkpoint import Checkpoint
+from kvgraph.compiler.frontends import huggingface
+from kvgraph.compiler.frontends.gguf import as_folder
+from kvgraph.compiler.values import Values
+from kvgraph.errors import ModelError
+from kvgraph.ops.packed import E2M1, LEVELS, Form, powers
+from tests.compiler.test_gguf_architectures import make, refused
+from tests.support.plans import plan
+
+
+def test_experts_of_gpt_oss_as_they_are_stored(tmp_path: Path) -> None:
+    _, path = make("gpt-oss", tmp_path, "Q8_0", experts="MXFP4")
+    with as_folder(path) as folder:
+        stacked = [v for name, v in checkpoint(folder).items() if name.endswith("_proj")]
+        assert len([each for each in stacked if len(each.shape) == 3]) == 6
+        for each in stacked:
+            assert each.form == Form(4, 32, E2M1)
+            coded = each.open_coded()(1, 3)
+            scales = torch.from_numpy(powers(coded.scales.numpy())).repeat_interleave(32, -1)
+            numbers = torch.from_numpy(LEVELS[E2M1])[coded.numbers.long()] * scales
+            assert torch.equal(numbers.transpose(1, 2), each.read()[1:3])
+    manifest = kvgraph.compile(path, tmp_path / "a.kvg", page_size=16, check=False)
+    assert manifest.weights == "stored"
+    assert not any("rounded" in note for note in manifest.notes)
+    planned = plan(path, target="cpu", memory=1 << 30, max_seq_len=None)
+    made = (tmp_path / "a.kvg" / "weights.safetensors").stat().st_size
+    graph = onnx.load(tmp_path / "a.kvg" / "model.onnx", load_external_data=False).graph
+    external = onnx.TensorProto.EXTERNAL
+    small = [each for each in graph.initializer if each.data_location != external]
+    made += sum(onnx.numpy_helper.to_array(each).nbytes for each in small)
+    assert planned.weights == pytest.approx(made, rel=0.03)
+
+
+@pytest.mark.parametrize("part", ["gate", "up"])
+@pytest.mark.parametrize("kind", ["F32", "MXFP4"])
+def test_experts_with_half_of_a_parameter(part: str, kind: str, tmp_path: Path) -> None:
+    without = f"blk.1.ffn_{part}_exps.weight"
+    _, path = make("gpt-oss", tmp_path, experts=kind, without=without)
+    assert re.search(
+        r"blk\.1\.ffn_.*_exps.weight: expected \[4, .*\] from its configuration, got \[4, ",
+        refused(path),
+    )
+
+
+def test_a_damaged_exponent(tmp_path: Path) -> None:
+    _, path = make("gpt-oss", tmp_path, "Q8_0", experts="MXFP4")
+
+    def first() -> torch.Tensor:
+        with as_folder(path) as folder:
+            found = checkpoint(folder)
+        name = next(name for name in found if name.endswith("0.mlp.experts.down_proj"))
+        return found[name].open_coded()(0, 1).numbers
+
+    codes = first()[0, 0, :32].numpy()
+    at = path.read_bytes().index((codes[:16] | codes[16:] << 4).tobytes())
+    with path.open("r+b") as file:
+        file.seek(at - 1)
+        file.write(b"\xff")
+    with pytest.raises(ModelError, match=r"down_exps.weight\[0\]: expected a finite scale, got ex"):
+        first()
+
+
+def checkpoint(folder: Path) -> Mapping[str, Values]:
+    found = huggingface.load(folder, "float32", weightless=True).checkpoint
+    assert isinstance(found, Checkpoint)
+    return found.values
