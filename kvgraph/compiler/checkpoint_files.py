@@ -1,4 +1,4 @@
-"""Find a checkpoint's tensors by the headers of its safetensors, or by their index only.
+"""Names of a checkpoint's files, and its tensors by the headers of safetensors or an index only.
 
 This module imports no framework, because plans are made on deployment machines too.
 """
@@ -6,6 +6,9 @@ This module imports no framework, because plans are made on deployment machines 
 from __future__ import annotations
 
 import json
+import os
+from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
@@ -13,10 +16,13 @@ from kvgraph.contract.files import inside, open_regular
 from kvgraph.contract.safetensors import read_layout
 from kvgraph.errors import ModelError
 
+CONFIG = "config.json"
 WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 INDEXES = (INDEX, "pytorch_model.bin.index.json")
 """Files with an index of shards; transformers reads the second if there are no safetensors."""
 PICKLED = "pytorch_model.bin"
+
+POINTER = b"version https://git-lfs.github.com/spec/"
 
 
 @dataclass(frozen=True)
@@ -56,20 +62,28 @@ def shard_paths(folder: Path) -> list[Path]:
     return [folder / name for name in sorted(set(index.shards.values()))] if index else []
 
 
-def require_known_names(folder: Path) -> None:
-    """Raise ModelError if the only weights in `folder` are safetensors without a known name or an
-    index, such as AutoGPTQ's `gptq_model-4bit-128g.safetensors`."""
-    if any((folder / name).is_file() for name in (WHOLE, PICKLED, *INDEXES)):
-        return
-    found = sorted(path.name for path in folder.glob("*.safetensors") if path.is_file())
-    if found:
-        others = f" and {len(found) - 1} more" if found[1:] else ""
-        step = f"rename it to {WHOLE}"
-        if others:
-            step = f"rename the one with all weights to {WHOLE}, or add {INDEX}, which names them"
-        raise ModelError(
-            f"{folder}: expected weights in {WHOLE} or {INDEX}, got {found[0]}{others}; {step}"
-        )
+def require_fetched(paths: Iterable[Path]) -> None:
+    """Raise ModelError if one of the files is a git-lfs pointer or a link to nothing.
+
+    Files that are missing pass.
+    """
+    for path in paths:
+        if os.path.islink(path) and not os.path.exists(path):
+            raise ModelError(
+                f"{path}: expected the file, got a link to {path.readlink()}, which is gone; "
+                "download it again"
+            )
+        if _is_pointer(path):
+            raise ModelError(
+                f"{path}: expected the file, got a pointer of git-lfs to it; fetch it with "
+                "git lfs pull"
+            )
+
+
+def _is_pointer(path: Path) -> bool:
+    with suppress(OSError, ValueError), open_regular(path) as file:  # ValueError: a NUL
+        return file.read(len(POINTER)) == POINTER
+    return False
 
 
 def read_index(folder: Path, name: str = INDEX) -> Index | None:

@@ -8,11 +8,11 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from kvgraph.compiler.checkpoint_files import require_known_names
 from kvgraph.compiler.described import ModelSizes
 from kvgraph.compiler.fitting import Fit, PlanRequest, RankedModel, fit, would_fit
 from kvgraph.compiler.frontends import stored
 from kvgraph.compiler.frontends.folder import checkpoint_dtype, quantization, read_config
+from kvgraph.compiler.frontends.found_instead import require_known_names
 from kvgraph.compiler.frontends.gguf import as_folder
 from kvgraph.compiler.frontends.left_plain import left_plain, left_plain_experts
 from kvgraph.compiler.frontends.stored_forms import doubts_of, stored_forms
@@ -100,7 +100,7 @@ def plan_deployment(
     - `tp`: number of devices that share the model, which transformers' plan cuts into ranks. If
       `compile` would refuse that, a warning says so, and sizes are those of equal parts.
 
-    ModelError: the folder is damaged, or its safetensors have names that compile does not know.
+    ModelError: the folder is damaged, or its weights have names that compile does not know.
     ParamsError: weights, the largest step and a page do not fit; the message says what would fit.
     UnsupportedError: no graph has such a target, cache or weights, as for `compile`.
     MissingDependencyError: transformers is needed and not installed.

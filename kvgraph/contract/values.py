@@ -1,4 +1,4 @@
-"""Integers and booleans that callers give, and values as error messages show them."""
+"""Numbers and booleans that callers give, and values as error messages show them."""
 
 from __future__ import annotations
 
@@ -45,6 +45,17 @@ def require_integer(
     if most is not None and found > most:
         raise refusal(f"{name}: expected at most {most}{or_else}, got {found}")
     return found
+
+
+def require_number(name: str, value: object, refusal: type[KVGraphError]) -> float:
+    """Return `value`, of Python or NumPy, as a float; raise `refusal`, with `name`, otherwise."""
+    kinds = int | float | np.integer | np.floating
+    if isinstance(value, BOOLEANS) or not isinstance(value, kinds):
+        raise refusal(f"{name}: expected a number, got {shown(value)}")
+    try:
+        return float(value)
+    except OverflowError as error:
+        raise refusal(f"{name}: expected a number, got {shown(value)}") from error
 
 
 def require_boolean(name: str, value: object, refusal: type[KVGraphError]) -> bool:

@@ -11,9 +11,14 @@ from difflib import get_close_matches
 from pathlib import PurePath
 from typing import SupportsIndex, TypeVar, cast
 
-import numpy as np
-
-from kvgraph.contract.values import BOOLEANS, as_integer, require_boolean, require_integer, shown
+from kvgraph.contract.values import (
+    BOOLEANS,
+    as_integer,
+    require_boolean,
+    require_integer,
+    require_number,
+    shown,
+)
 from kvgraph.errors import RequestError
 
 T = TypeVar("T")
@@ -37,13 +42,7 @@ def optional_integer(name: str, value: object, least: int, most: int | None = No
 
 def number(name: str, value: object) -> float:
     """`value` as a float."""
-    kinds = int | float | np.integer | np.floating
-    if isinstance(value, BOOLEANS) or not isinstance(value, kinds):
-        raise RequestError(f"{name}: expected a number, got {shown(value)}")
-    try:
-        return float(value)
-    except OverflowError as error:
-        raise RequestError(f"{name}: expected a number, got {shown(value)}") from error
+    return require_number(name, value, RequestError)
 
 
 def flag(name: str, value: object) -> bool:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field, fields
 from inspect import Parameter, Signature, signature
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from kvgraph.contract.generation import NUMBERS, require_in_range
 from kvgraph.errors import RequestError
 from kvgraph.ops.native import MOST_LOGPROBS
 from kvgraph.runtime.arguments import (
@@ -18,7 +18,6 @@ from kvgraph.runtime.arguments import (
     instance,
     integer,
     integers,
-    number,
     optional_integer,
     require_fields,
     texts,
@@ -33,16 +32,6 @@ LEAST_SEED = -(1 << 63)
 
 ALIASES = {"max_tokens": "max_new_tokens", "min_tokens": "min_new_tokens"}
 """vLLM's and OpenAI's names for fields of SamplingParams."""
-
-NUMBERS: dict[str, tuple[Callable[[float], bool], str]] = {
-    "temperature": (lambda x: 0 <= x < math.inf, ">= 0 and finite"),
-    "top_p": (lambda x: 0 < x <= 1, "in (0, 1]"),
-    "min_p": (lambda x: 0 <= x <= 1, "in [0, 1]"),
-    "repetition_penalty": (lambda x: 1e-9 <= x <= 1e9, "in [1e-9, 1e9]"),  # of float32 logits
-    "presence_penalty": (lambda x: -2 <= x <= 2, "in [-2, 2]"),
-    "frequency_penalty": (lambda x: -2 <= x <= 2, "in [-2, 2]"),
-}
-"""Range of each numeric field of SamplingParams: a check, and its description for errors."""
 
 
 class ByEitherName(type):
@@ -163,10 +152,8 @@ class SamplingParams(metaclass=ByEitherName):
         }
         if grammar := grammar_of({kind: getattr(self, kind) for kind in KINDS}):
             own[grammar.kind] = grammar.text
-        for name, (fits, expected) in NUMBERS.items():
-            own[name] = given = number(name, getattr(self, name))
-            if not fits(given):
-                raise RequestError(f"{name}: expected {expected}, got {given}")
+        for name in NUMBERS:
+            own[name] = require_in_range(name, getattr(self, name))
         for name, value in own.items():
             object.__setattr__(self, name, value)
         if self.min_new_tokens > self.max_new_tokens:

@@ -166,8 +166,8 @@ def test_gguf_files(tmp_path: Path) -> None:
     for name in ("gguf/b.gguf", "gguf/a.gguf", "unnamed"):
         (tmp_path / name).write_bytes(b"GGUF\x03\0\0\0")
     assert either(tmp_path, tmp_path / "gguf") == (
-        f"{tmp_path}/gguf: expected config.json in a model folder, got the GGUF file a.gguf; give "
-        "that file"
+        f"{tmp_path}/gguf: expected config.json in a model folder, got 2 GGUF files, a.gguf, "
+        "b.gguf; give one of them"
     )
     for name in ("gguf/a.gguf", "unnamed"):
         expected = f"{tmp_path}/{name}: expected a GGUF file, got a damaged one"

@@ -184,6 +184,43 @@ def test_files_that_say_more_than_is_read(
     assert message in refused(path)
 
 
+@pytest.mark.parametrize(
+    ("architecture", "kind", "said"),
+    [
+        (
+            "llama",
+            "adapter",
+            "a LoRA adapter; merge it into its base model with llama-export-lora and give that "
+            "file",
+        ),
+        ("llama", "imatrix", "the importance of weights; give the file of the model"),
+        *(
+            (
+                *names,
+                "the part of a model that reads images or sound; give the file of its language "
+                "part",
+            )
+            for names in (("clip", None), ("clip", "model"), ("clip", "mmproj"), ("x", "mmproj"))
+        ),
+        ("controlvector", None, "a control vector; give the file of the model"),
+        ("llama", "new", "one of general.type 'new'; give the file of the model"),
+    ],
+)
+def test_files_that_are_no_model(
+    architecture: str, kind: str | None, said: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "model.gguf"
+    writer = gguf.GGUFWriter(path, architecture)
+    if kind is not None:
+        writer.add_type(kind)
+    writer.add_tensor("a", np.zeros((2, 2), np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    assert refused(path) == f"{path}: expected a GGUF file of a model, got {said}"
+
+
 def test_a_later_part_is_told_as_the_first(tmp_path: Path) -> None:
     """It has no fields but those of the parts."""
     writer = gguf.GGUFWriter(tmp_path / "model.gguf", "llama", split_max_tensors=1)

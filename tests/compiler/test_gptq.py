@@ -94,6 +94,14 @@ def test_zero_points_of_3_bits(mixed: tuple[Path, Path]) -> None:
         state(folder)
 
 
+def test_a_rule_that_says_other_bits(mixed: tuple[Path, Path]) -> None:
+    folder, _ = mixed
+    say(folder, dynamic={f"+:{LAYER}": {"bits": 2}})
+    expected = f"dynamic: bits of {LAYER}: expected 8, as the shape of its qzeros says, got 2; "
+    with pytest.raises(UnsupportedError, match=expected):
+        state(folder)
+
+
 def test_an_index_that_was_never_filled(mixed: tuple[Path, Path]) -> None:
     """All of it is 0: groups are in order, and of the size that is said."""
     folder, meant = mixed

@@ -28,6 +28,15 @@ def in_groups_of(size: int, form: str) -> dict[str, Any]:
     return config
 
 
+def with_bits(bits: int, form: str) -> dict[str, Any]:
+    """Its configuration with other bits, whose tensors may have the same shapes: compressed-tensors
+    0.9 packs 4 numbers of 7 bits into a word."""
+    config = copy.deepcopy(quantized.FORMS[form][0])
+    config["config_groups"]["group_0"]["weights"]["num_bits"] = bits
+    return config
+
+
+SHAPE = "weight_packed says, got "
 GPTQ, AWQ, COMPRESSED = (quantized.FORMS[name][0] for name in ("gptq", "awq", "w4a16"))
 
 
@@ -72,6 +81,19 @@ GPTQ, AWQ, COMPRESSED = (quantized.FORMS[name][0] for name in ("gptq", "awq", "w
         *(
             (form, in_groups_of(48, form), "weight_scale: expected groups of 48 that divide the ")
             for form in ("w4a16", "w8a16", "nvfp4-packed", "mxfp4-packed")
+        ),
+        *(
+            (
+                form,
+                with_bits(bits, form),
+                f"down_proj: expected {read}, as the shape of its {SHAPE}{bits}; ",
+            )
+            for form, read, bits in (
+                ("w8a16", 8, 7),
+                ("w4a16", 4, 3),
+                ("nvfp4-packed", 4, 6),
+                ("mxfp4-packed", 4, 6),
+            )
         ),
         ("fp8-group", in_groups_of(48, "fp8-group"), "from the tensors beside it, got [64, 3]: "),
     ],

@@ -84,6 +84,19 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ('{"eos_token_id": [2, null]}', "eos_token_id: expected an integer, got NoneType None"),
         ('{"eos_token_id": "151645"}', "eos_token_id: expected an integer, got str '151645'"),
         ('{"eos_token_id": 2.5}', "eos_token_id: expected an integer, got float 2.5"),
+        *(
+            (f'{{"do_sample": true, "{name}": {value}}}', f"{name}: expected {expected}, got ")
+            for name, value, expected in (
+                ("temperature", "-1", ">= 0 and finite"),
+                ("temperature", "NaN", ">= 0 and finite"),
+                ("temperature", '"0.7"', "a number"),
+                ("top_p", "1.5", "in (0, 1]"),
+                ("top_k", "-2", ">= 0"),
+                ("top_k", "0.5", "an integer >= 0"),
+                ("repetition_penalty", "[2]", "a number"),
+            )
+        ),
+        ('{"repetition_penalty": 0}', "repetition_penalty: expected in [1e-9, 1e9], got 0.0; cor"),
         ('{"bos_token_id": true}', "bos_token_id: expected an integer, got bool True"),
     ],
 )

@@ -7,7 +7,7 @@ import pickle
 import re
 import shutil
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -35,7 +35,7 @@ def refused(folder: Path) -> str:
 
 
 ONE = "gptq_model-4bit-32g.safetensors"
-SEVERAL = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
+SEVERAL = ("a.safetensors", "b.safetensors")
 
 
 @pytest.mark.parametrize("is_quantized", [False, True])
@@ -65,6 +65,87 @@ def test_safetensors_of_another_name(
     assert str(error.value) == expected
     (folder / names[0]).rename(folder / WHOLE)
     kvgraph.compile(folder, tmp_path / "out", check=False)
+
+
+INDEX = f"{WHOLE}.index.json"
+LAYOUT = "; give the checkpoint in transformers' layout, in safetensors"
+SHARD = "model-0000{}-of-00003.safetensors"
+
+
+@pytest.mark.parametrize(
+    ("names", "said"),
+    [
+        (
+            (SHARD.format(2), "consolidated.safetensors"),
+            f"1 of 3 shards, such as {SHARD.format(2)}, and no index; fetch {INDEX}, "
+            f"{SHARD.format(1)}, {SHARD.format(3)}",
+        ),
+        (
+            [SHARD.format(i) for i in (1, 2, 3)],
+            f"3 of 3 shards, such as {SHARD.format(1)}, and no index; fetch {INDEX}",
+        ),
+        (
+            ("model-00001-of-90000.safetensors",),
+            "1 of 90000 shards, such as model-00001-of-90000.safetensors, and no index; fetch "
+            f"{INDEX}, model-00002-of-90000.safetensors, model-00003-of-90000.safetensors, "
+            "model-00004-of-90000.safetensors and 89996 more",
+        ),
+        (
+            ("pytorch_model-00001-of-00002.bin",),
+            "1 of 2 shards, such as pytorch_model-00001-of-00002.bin, and no index; fetch "
+            f"{PICKLED}.index.json, pytorch_model-00002-of-00002.bin",
+        ),
+        (
+            (SHARD.format(1), "model.safetensors.index.fp16.json"),
+            f"the index model.safetensors.index.fp16.json; rename it to {INDEX}",
+        ),
+        (
+            ("model-00001-of-00001.safetensors",),
+            f"model-00001-of-00001.safetensors; rename it to {WHOLE}",
+        ),
+        (
+            ("params.json", "consolidated.safetensors"),
+            f"consolidated.safetensors, weights in the layout of the authors' own code{LAYOUT}",
+        ),
+        (
+            [f"consolidated.0{i}.pth" for i in range(6)],
+            "consolidated.00.pth, consolidated.01.pth, consolidated.02.pth, consolidated.03.pth "
+            f"and 2 more, weights in the layout of the authors' own code{LAYOUT}",
+        ),
+        (("tf_model.h5",), f"tf_model.h5, weights of TensorFlow{LAYOUT}"),
+        (("flax_model.msgpack",), f"flax_model.msgpack, weights of Flax{LAYOUT}"),
+        (("model.onnx", "optimizer.pt"), f"model.onnx, a graph of ONNX{LAYOUT}"),
+        (("q4.gguf", "mmproj.gguf"), "the GGUF file q4.gguf; give that file"),
+        (
+            ("adapter_model.safetensors",),
+            "adapter_model.safetensors, a LoRA adapter; merge it into its base model (peft: "
+            "merge_and_unload, then save_pretrained) and compile that folder",
+        ),
+    ],
+)
+def test_weights_in_place_of_those_that_are_read(
+    names: Sequence[str], said: str, folder: Path
+) -> None:
+    (folder / WHOLE).unlink()
+    for name in names:
+        (folder / name).write_bytes(b"")
+    expected = f"{folder}: expected weights in {WHOLE} or {INDEX}, got {said}"
+    assert refused(folder) == expected
+    with pytest.raises(ModelError) as error:
+        plan(folder, target="cpu", max_seq_len=None)
+    assert str(error.value) == expected
+
+
+@pytest.mark.parametrize("name", [WHOLE, PICKLED, INDEX, "config.json", "tokenizer.json"])
+def test_a_link_to_nothing(name: str, folder: Path) -> None:
+    """A snapshot in a hub's cache whose blobs were pruned."""
+    for own in {name} | ({WHOLE} if name in (PICKLED, INDEX) else set()):
+        (folder / own).unlink(missing_ok=True)
+    (folder / name).symlink_to("../../blobs/0123")
+    assert refused(folder) == (
+        f"{folder}/{name}: expected the file, got a link to ../../blobs/0123, which is gone; "
+        "download it again"
+    )
 
 
 UNSAFE = pickle.dumps({"a": print}, protocol=2)

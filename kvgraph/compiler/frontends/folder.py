@@ -7,18 +7,21 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from kvgraph.compiler.checkpoint_files import CONFIG, require_fetched
+from kvgraph.compiler.frontends.found_instead import (
+    ADAPTER,
+    MERGE,
+    instead_of_a_folder,
+    instead_of_a_model,
+)
 from kvgraph.contract.dtypes import ALL
 from kvgraph.contract.files import open_regular, reading
-from kvgraph.contract.manifest import MANIFEST_NAME
 from kvgraph.errors import ModelError, UnsupportedError
 
-CONFIG, ADAPTER = "config.json", "adapter_config.json"
-MERGE = "(peft: merge_and_unload, then save_pretrained) and compile that folder"
 MODELOPT_CONFIG = "hf_quant_config.json"
 """File in which older exports of modelopt describe the quantisation, which config.json leaves out.
 """
@@ -51,8 +54,6 @@ DTYPE_FIELDS = ("dtype", "torch_dtype")
 """Fields in which a configuration names the dtype of its weights, in order of precedence."""
 FLOATS = tuple(dtype.name for dtype in ALL if dtype.kind == "float")
 
-HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
-
 GGUF_MAGIC = b"GGUF"
 GGUF_INSTEAD = "compile the checkpoint that it was made from, with --weights int4 or int8"
 
@@ -67,8 +68,9 @@ def read_config(folder: Path) -> Config:
     name on the hub, an adapter, a folder with a GGUF file, an unknown quantisation method.
     """
     path = folder / CONFIG
+    require_fetched([folder, path])
     if not folder.is_dir():
-        raise ModelError(f"{folder}: expected a model folder, got {_instead_of_a_folder(folder)}")
+        raise ModelError(f"{folder}: expected a model folder, got {instead_of_a_folder(folder)}")
     if path.is_file() and (folder / ADAPTER).is_file():
         raise ModelError(
             f"{folder}: expected a model folder, got a model and a LoRA adapter in one; if the "
@@ -76,8 +78,9 @@ def read_config(folder: Path) -> Config:
             f"the adapter into its base model {MERGE}"
         )
     if not path.is_file():
-        raise ModelError(f"{folder}: expected {CONFIG} in a model folder, got {_instead(folder)}")
-    require_fetched([path])
+        raise ModelError(
+            f"{folder}: expected {CONFIG} in a model folder, got {instead_of_a_model(folder)}"
+        )
     config = read_json(path)
     if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
         raise ModelError(f"{path}: expected a model_type, got none")
@@ -135,51 +138,6 @@ def checkpoint_dtype(config: Config) -> str:
     parts = [text, config] if isinstance(text, dict) else [config]
     named = (part.get(name) for part in parts for name in DTYPE_FIELDS)
     return str(next(filter(None, named), "float32"))
-
-
-def _instead_of_a_folder(path: Path) -> str:
-    if path.is_file():
-        return "a file; give the folder that holds config.json"
-    if not path.exists() and HUB_ID.fullmatch(str(path)):
-        return (
-            f"nothing there; if it is a name on the Hugging Face hub, download it first: "
-            f"hf download {path} --local-dir DIR"
-        )
-    return "nothing there"
-
-
-def _instead(folder: Path) -> str:
-    """Text for an error message: what a folder without a whole model holds.
-
-    A LoRA adapter is named here, because transformers would try to load its base model.
-    """
-    if (folder / ADAPTER).is_file():
-        return f"a LoRA adapter; merge it into its base model {MERGE}"
-    if (folder / MANIFEST_NAME).is_file():
-        return f"a compiled artifact; kvgraph inspect {folder} shows it"
-    packed = sorted(folder.glob("*.gguf"))
-    if packed:
-        return f"the GGUF file {packed[0].name}; give that file"
-    kept = sorted(folder.glob(f"snapshots/*/{CONFIG}"))
-    if kept:
-        return f"the Hub's cache of it; give {kept[0].parent}"
-    return "a diffusion pipeline" if (folder / PIPELINE).is_file() else "none"
-
-
-PIPELINE = "model_index.json"
-
-POINTER = b"version https://git-lfs.github.com/spec/"
-
-
-def require_fetched(paths: Iterable[Path]) -> None:
-    """Raise ModelError if one of the files is a git-lfs pointer. Files that are missing pass."""
-    for path in paths:
-        with suppress(OSError), open_regular(path) as file:
-            if file.read(len(POINTER)) == POINTER:
-                raise ModelError(
-                    f"{path}: expected the file, got a pointer of git-lfs to it; fetch it with "
-                    "git lfs pull"
-                )
 
 
 def is_gguf(path: Path) -> bool:

@@ -14,7 +14,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvgraph.compiler.frontends.folder import CONFIG, is_gguf
+from kvgraph.compiler.checkpoint_files import CONFIG
+from kvgraph.compiler.frontends.folder import is_gguf
 from kvgraph.compiler.frontends.gguf_architectures import ARCHITECTURES
 from kvgraph.compiler.frontends.gguf_config import configuration
 from kvgraph.compiler.frontends.gguf_file import (
@@ -35,6 +36,19 @@ from kvgraph.errors import UnsupportedError
 
 if TYPE_CHECKING:
     from gguf import GGUFReader, ReaderTensor
+
+OTHER_FILES = {
+    "adapter": (
+        "a LoRA adapter; merge it into its base model with llama-export-lora and give that file"
+    ),
+    **dict.fromkeys(
+        ("clip", "mmproj"),
+        "the part of a model that reads images or sound; give the file of its language part",
+    ),
+    "controlvector": "a control vector; give the file of the model",
+    "imatrix": "the importance of weights; give the file of the model",
+}
+"""What a file holds that is no model, by its `general.type` or its architecture."""
 
 HEADS = ("output.weight", "token_embd.weight")
 """Tensor names of the output projection: its own weight, else the embedding's."""
@@ -72,8 +86,19 @@ def _write(path: Path, folder: Path) -> None:
         write_tokenizer(path, reader, folder)
 
 
+def _require_model(path: Path, reader: GGUFReader) -> None:
+    """Raise UnsupportedError for a file that is no model."""
+    given, of = field(reader, "general.type"), field(reader, "general.architecture")
+    what = OTHER_FILES.get(str(given)) or OTHER_FILES.get(str(of))
+    if what is None and given not in (None, "model"):
+        what = f"one of general.type {given!r:.40}; give the file of the model"
+    if what is not None:
+        raise UnsupportedError(f"{path}: expected a GGUF file of a model, got {what}")
+
+
 def _require_readable(path: Path, reader: GGUFReader) -> str:
     """The architecture of a file that can be read. UnsupportedError for any other."""
+    _require_model(path, reader)
     require_numbers(path, reader, ["split.count"])
     if int(field(reader, "split.count") or 1) > 1:  # later parts have no other fields
         raise UnsupportedError(

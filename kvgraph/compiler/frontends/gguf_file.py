@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvgraph.compiler.frontends.folder import CONFIG, GGUF_INSTEAD, require_fetched
+from kvgraph.compiler.checkpoint_files import CONFIG, require_fetched
+from kvgraph.compiler.frontends.folder import GGUF_INSTEAD
 from kvgraph.compiler.frontends.refusals import first_line
 from kvgraph.compiler.quiet import quiet_loggers
 from kvgraph.errors import KVGraphError, MissingDependencyError, ModelError, UnsupportedError

@@ -19,7 +19,7 @@ from kvgraph.compiler.checkpoint_files import (
     INDEXES,
     PICKLED,
     read_index,
-    require_known_names,
+    require_fetched,
     shard_paths,
 )
 from kvgraph.compiler.frontends import masks
@@ -33,8 +33,8 @@ from kvgraph.compiler.frontends.folder import (
     Config,
     quantization,
     read_config,
-    require_fetched,
 )
+from kvgraph.compiler.frontends.found_instead import require_known_names
 from kvgraph.compiler.frontends.language_part import language_model
 from kvgraph.compiler.frontends.left_over import left_over, notes_of
 from kvgraph.compiler.frontends.lengths import most_tokens

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvgraph.compiler.frontends.folder import MERGE
+from kvgraph.compiler.frontends.found_instead import MERGE
 from kvgraph.compiler.values import Values
 from kvgraph.errors import ModelError
 from kvgraph.plural import plural

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, cast
 
 from kvgraph.compiler.frontends.folder import Config, read_json
 from kvgraph.contract.files import read_text
-from kvgraph.contract.generation import GENERATION, suggested
+from kvgraph.contract.generation import GENERATION, require_suggested, suggested
 from kvgraph.contract.plain import JsonObject
 from kvgraph.contract.tokenizer import read_tokenizer
 from kvgraph.contract.values import require_integer
-from kvgraph.errors import KVGraphError, ModelError
+from kvgraph.errors import KVGraphError, ModelError, RequestError
 
 if TYPE_CHECKING:
     from tokenizers import AddedToken, Tokenizer
@@ -260,13 +260,18 @@ def _as_tokens(given: Iterable[object]) -> list[JsonObject]:
 
 def generation_notes(folder: Path) -> tuple[str, ...]:
     """Notes on the sampling settings of a generation_config.json: those that are applied, and those
-    that kvgraph does not have."""
+    that kvgraph does not have. ModelError for a value that no request can have."""
     path = folder / GENERATION
     if not path.is_file():
         return ()
     config = _read_object(path)
     unknown = {name: config[name] for name in UNKNOWN_HERE if config.get(name) not in (None, [], 0)}
-    said = {APPLIED: suggested(config), WITHOUT_PLACE: unknown}
+    applied = suggested(config)
+    try:
+        require_suggested(applied)
+    except RequestError as error:
+        raise ModelError(f"{path}: {error}; correct or remove it") from error
+    said = {APPLIED: applied, WITHOUT_PLACE: unknown}
     return tuple(
         f"{GENERATION}: {kind}: {', '.join([f'{n} {value!r:.40}' for n, value in each.items()])}"
         for kind, each in said.items()

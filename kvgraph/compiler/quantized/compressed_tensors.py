@@ -52,7 +52,7 @@ def weights(parts: Parts, config: Config) -> dict[str, Values]:
     sizes = _sizes(config)
     found: dict[str, Values] = {}
     for stem in parts.stems(".weight_packed"):
-        found[f"{stem}.weight"] = _packed(parts, stem, sizes)
+        found[f"{stem}.weight"] = _packed(parts, stem, sizes, _bits(config, stem))
     for stem in parts.stems(".weight_scale"):
         name = f"{stem}.weight"
         if name not in found:
@@ -113,10 +113,30 @@ def _sizes(config: Config) -> set[int]:
     return {size for size in found if isinstance(size, int) and size > 0}
 
 
-def _packed(parts: Parts, stem: str, sizes: set[int]) -> Values:
+def _bits(config: Config, stem: str) -> set[int]:
+    """Bits that the layer's groups name; empty if one of them names none."""
+    groups = [group for _, group in groups_for(config, stem)]
+    said = [None if isinstance(each, list) else each["weights"].get("num_bits") for each in groups]
+    bits = {each for each in said if isinstance(each, int)}
+    return bits if all(isinstance(each, int) for each in said) else set()
+
+
+def _require_bits(parts: Parts, stem: str, bits: int, said: set[int]) -> None:
+    """Raise UnsupportedError unless the layer's groups may mean `bits`. `said`: see `_bits`.
+
+    Other numbers of bits may have tensors of the same shapes.
+    """
+    if said and bits not in said:
+        got = " or ".join(map(str, sorted(said)))
+        name = f"num_bits of {stem}"
+        raise parts.refuse(name, f"{bits}, as the shape of its weight_packed says", got)
+
+
+def _packed(parts: Parts, stem: str, sizes: set[int], said: set[int]) -> Values:
     packed = parts.take(f"{stem}.weight_packed", stem)
     scales = parts.take(f"{stem}.weight_scale", packed.stored.name)
     if packed.dtype == torch.uint8:
+        _require_bits(parts, stem, 4, said)
         return _four_bits(parts, stem, packed, scales, sizes)
     parts.require_dtype(packed, torch.int32, torch.uint8)
     outputs, words = parts.require_matrix(packed)
@@ -130,6 +150,7 @@ def _packed(parts: Parts, stem: str, sizes: set[int]) -> Values:
     bits = next((b for b in BITS if -(-inputs * b // 32) == words), None)
     if bits is None:
         raise parts.refuse(f"{stem}.weight_packed", "2, 4 or 8 bits", f"{words * 32 / inputs:g}")
+    _require_bits(parts, stem, bits, said)
     groups, index = _groups(parts, stem, scales, (outputs, inputs), sizes)
     zeros = parts.find(f"{stem}.weight_zero_point")
     if zeros is not None:  # packed, or one byte each

@@ -41,7 +41,11 @@ def weights(parts: Parts, config: Config) -> dict[str, Values]:
     found: dict[str, Values] = {}
     for stem in list(parts.stems(".qweight")):
         found[f"{stem}.weight"] = weight = _weight(parts, stem, bits, LESS[form])
-        is_ordered = weight._groups > 1 and _is_ordered(config, stem)
+        own = _rule(config, stem)
+        if own.get("bits") not in (None, weight._stored_bits):
+            wanted = f"{weight._stored_bits}, as the shape of its qzeros says"
+            raise parts.refuse(f"dynamic: bits of {stem}", wanted, repr(own["bits"]))
+        is_ordered = weight._groups > 1 and _is_ordered({**config, **own})
         if is_ordered and f"{stem}.g_idx" not in parts.stored:
             raise parts.refuse(f"{stem}.g_idx", "one, as desc_act says", "none")
         if all(map(weight.has_uneven_groups, sizes)):
@@ -49,12 +53,15 @@ def weights(parts: Parts, config: Config) -> dict[str, Values]:
     return found
 
 
-def _is_ordered(config: Config, stem: str) -> bool:
-    """Whether a layer's groups are in the order of activations, by `dynamic` or for all layers."""
+def _rule(config: Config, stem: str) -> Config:
+    """The settings that `dynamic` gives to a layer; empty for a layer that it does not name."""
     rules = (config.get("dynamic") or {}).items()
     named = [rule for name, rule in rules if is_start(name.removeprefix("+:"), stem)]
-    own = next((rule for rule in named if isinstance(rule, dict)), {})
-    given = {**config, **own}
+    return next((rule for rule in named if isinstance(rule, dict)), {})
+
+
+def _is_ordered(given: Config) -> bool:
+    """Whether groups are in the order of activations, by a layer's settings."""
     return bool(given.get("desc_act")) and not given.get("static_groups")
 
 
