@@ -111,6 +111,10 @@ def compile(
     Raises ModelError, UnsupportedError, ParamsError, ArtifactError or CheckError (all
     KVGraphErrors).
     """
+    if sys.flags.optimize > 1:
+        raise UnsupportedError(
+            "compile: expected Python with docstrings, which transformers reads, got -OO; use -O"
+        )
     out = as_path("out", out)
     page_size = _optional_integer("page_size", page_size)
     tp = require_integer("tp", tp, UnsupportedError)

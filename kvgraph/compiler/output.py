@@ -111,6 +111,7 @@ def staging(out: Path, *, force: bool) -> Iterator[Path]:
     try:
         _lock(owner)
         os.write(owner, json.dumps(MARKER | {"output": out.name}).encode())
+        _require_movable(out, folder)
         made = folder / MADE
         made.mkdir()
         with naming(out):
@@ -198,6 +199,22 @@ def _lock(owner: int) -> None:
     except OSError as error:
         if error.errno not in NO_LOCKS:
             raise
+
+
+def _require_movable(out: Path, full: Path) -> None:
+    """Raise ArtifactError if the file system cannot move the artifact `out`.
+
+    It tries to move it to `full`, a folder that is not empty: that fails with another error.
+    """
+    try:
+        out.rename(full)
+    except OSError as error:
+        if error.errno == errno.EXDEV and any(out.iterdir()):
+            raise ArtifactError(
+                f"{out}: expected a folder that can be replaced, got one that the file system "
+                "cannot move, such as a folder of a container's image (kept); remove it first, or "
+                "give another -o"
+            ) from error
 
 
 def _follow_umask(made: Path) -> None:

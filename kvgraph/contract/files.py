@@ -8,6 +8,7 @@ import os
 import re
 import secrets
 import stat
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path, PurePosixPath
@@ -48,12 +49,13 @@ def as_path(name: str, given: object, error: type[KVGraphError] = ArtifactError)
 @contextmanager
 def naming(path: Path, partial: str = "") -> Iterator[None]:
     """Turn a failed write into an ArtifactError that names `path`: an OSError that names `partial`,
-    or that names no file and has an error number of NO_ROOM."""
+    or that has an error number of NO_ROOM and names no file or a copy's two files."""
     try:
         yield
     except OSError as error:
-        is_ours = error.errno in NO_ROOM if error.filename is None else error.filename == partial
-        if not is_ours:
+        is_copy = error.filename2 is not None and error.errno != errno.EIO  # may be the source's
+        is_full = error.errno in NO_ROOM and (error.filename is None or is_copy)
+        if not is_full and (error.filename is None or error.filename != partial):
             raise
         raise _WriteError(f"{path}: expected to write all of it, got {error.strerror!r}") from error
 
@@ -105,13 +107,22 @@ def _another(path: Path, is_ours: Callable[[Path], bool]) -> str | None:
 
 
 def require_utf8(path: Path, reader: str) -> None:
-    """Raise ArtifactError for a path that is not UTF-8, which the library `reader` cannot open."""
+    """Raise ArtifactError for a path that the library `reader` cannot open: one that is not UTF-8,
+    or that a locale without UTF-8 has decoded."""
     try:
-        str(path).encode()
-    except UnicodeEncodeError:
+        stored = os.fsencode(path)
+        if stored.decode() == str(path):
+            return
+    except UnicodeDecodeError:
         raise ArtifactError(
-            f"{path}: expected a path in UTF-8 for {reader}, got {os.fsencode(path)!r}"
+            f"{path}: expected a path in UTF-8 for {reader}, got {stored!r}"
         ) from None
+    except UnicodeEncodeError:  # the locale does not have such a character
+        pass
+    raise ArtifactError(
+        f"{path}: expected a locale of UTF-8 for {reader}, got {sys.getfilesystemencoding()!r}; "
+        "set PYTHONUTF8=1"
+    )
 
 
 def kind_of(path: Path) -> str | None:

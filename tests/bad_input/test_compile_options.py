@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -210,3 +211,11 @@ def test_killed_in_the_middle(tmp_path: Path, model_folder: ModelFolder) -> None
     assert run("compile", model_folder("llama"), "-o", out, "--page-size", 16).code == 0
     assert os.listdir(tmp_path) == ["model.kvg"]
     assert run("verify", out).code == 0
+
+
+def test_python_without_docstrings(model_folder: ModelFolder, tmp_path: Path) -> None:
+    command = [sys.executable, "-OO", "-m", "kvgraph", "compile", str(model_folder("tiny-llama"))]
+    command += ["-o", str(tmp_path / "out")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    message = "expected Python with docstrings, which transformers reads, got -OO; use -O"
+    assert (done.returncode, done.stderr) == (2, f"kvgraph: compile: {message}\n")

@@ -188,8 +188,10 @@ def test_a_working_folder_that_is_gone(tmp_path: Path, monkeypatch: pytest.Monke
     assert require_free(tmp_path / "out", force=False) == frozenset()
 
 
-def test_a_write_that_names_no_file_names_the_output(tmp_path: Path) -> None:
-    error = OSError(errno.EFBIG, os.strerror(errno.EFBIG))
+@pytest.mark.parametrize(("files"), [(), ("source", None, "copy")])
+def test_a_disk_that_is_full_names_the_output(tmp_path: Path, files: tuple[Any, ...]) -> None:
+    """Also where a copy fails, whose error names its source first."""
+    error = OSError(errno.EFBIG, os.strerror(errno.EFBIG), *files)
     message = "out: expected to write all of it, got 'File too large'"
     with pytest.raises(ArtifactError, match=message), staging(tmp_path / "out", force=False):
         raise error
@@ -209,6 +211,25 @@ def test_a_mount_point_is_no_output(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(Path, "is_mount", lambda self: True)
     with pytest.raises(ArtifactError, match="expected a folder that can be replaced, got a mount"):
         require_free(tmp_path, force=True)
+
+
+def test_a_folder_that_cannot_be_moved_is_no_output(
+    out: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such as one in a lower layer of overlayfs; nothing is computed before that is known."""
+    before, rename = snapshot(out), os.rename
+
+    def refuse(path: Path, to: Path) -> None:
+        if path == out:
+            raise OSError(errno.EXDEV, os.strerror(errno.EXDEV), str(path), None, str(to))
+        rename(path, to)
+
+    monkeypatch.setattr(os, "rename", refuse)
+    message = r"out: expected a folder that can be replaced, got one that the file system cannot m"
+    with pytest.raises(ArtifactError, match=message), staging(out, force=True):
+        pytest.fail("it was computed")
+    assert snapshot(out) == before
+    assert os.listdir(out.parent) == ["out"]
 
 
 @pytest.mark.parametrize(

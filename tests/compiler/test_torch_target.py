@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import platform
+import tempfile
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -12,9 +13,15 @@ import pytest
 import torch
 
 import kvgraph
+from kvgraph.compiler.targets.torch import _why
 from kvgraph.compiler.targets.weights import dense_weights
 
 Compiled = Callable[..., Path]
+
+FULL = (
+    "expected room for the C++ compiler in the temporary folder "
+    f"{tempfile.gettempdir()}, got 'No space left on device'; set TMPDIR to another folder"
+)
 
 
 def test_target_cpu_is_any_cpu_of_the_kind(compiled: Compiled) -> None:
@@ -41,3 +48,20 @@ def test_tied_weights_have_one_owner_and_views_no_overlap() -> None:
         name: state[name].tolist() for name in "acd"
     }
     assert len({tensor.untyped_storage().data_ptr() for tensor in tensors.values()}) == 3
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("", "AOTInductor failed: RuntimeError"),
+        ("no such op\nhere", "AOTInductor failed: no such op"),
+        (
+            "C++ compile error\n\nOutput:\na.cpp:1: note\n a.cpp:2: error: x\na.cpp:3: error: y",
+            "AOTInductor failed: C++ compile error: a.cpp:2: error: x",
+        ),
+        ("OSError: [Errno 28] No space left on device", FULL),
+        ("C++ compile error\n\nfatal error: a.s: No space left on device", FULL),
+    ],
+)
+def test_why_a_compile_failed(text: str, sentence: str) -> None:
+    assert _why(RuntimeError(text)) == sentence

@@ -113,3 +113,18 @@ def test_what_names_no_path_is_said_to_name_none(given: Any, said: str, tmp_path
         name = "out" if isinstance(call, partial) else "artifact"
         assert str(error.value) == f"{name}: expected a path, got {said}"
     assert as_path("out", tmp_path) == as_path("out", str(tmp_path)) == tmp_path
+
+
+def test_a_locale_that_is_not_utf_8_is_named(tmp_path: Path) -> None:
+    """Not the path, whose bytes are UTF-8."""
+    code = (
+        "import sys; from pathlib import Path; from kvgraph.contract.files import require_utf8\n"
+        "require_utf8(Path('plain'), 'it'); require_utf8(Path(sys.argv[1]), 'it')"
+    )
+    environment = os.environ | {"LC_ALL": "C", "PYTHONUTF8": "0"}
+    done = subprocess.run(
+        [sys.executable, "-c", code, "\u6f22"], capture_output=True, env=environment, check=False
+    )
+    assert done.stderr.splitlines()[-1].endswith(
+        b": expected a locale of UTF-8 for it, got 'ascii'; set PYTHONUTF8=1"
+    )

@@ -314,3 +314,13 @@ def test_locks_that_fail_for_a_while_leave_nothing_open(
     put(store, 0)
     assert got(store, 0) == page(0)
     store.close()
+
+
+def test_a_disk_that_takes_a_part_of_a_page_is_full(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = opened(tmp_path)
+    monkeypatch.setattr(os, "pwritev", lambda file, parts, at: 1)
+    assert not store.write(KEYS[0], [memoryview(page(0))])
+    assert "No space left on device" in store.stats().problem
+    store.close()

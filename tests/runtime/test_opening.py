@@ -7,6 +7,7 @@ import json
 import shutil
 import subprocess
 import sys
+import tempfile
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -298,3 +299,33 @@ def test_a_program_for_cuda_of_another_page_size(compiled: Compiled, tmp_path: P
     message = r"kv_blocks: expected float32 \['num_page_slots', 2, 4, 32, .* got float32 \[.*, 16, "
     with pytest.raises(ArtifactError, match=f"model.pt2: {message}"):
         load_program(Artifact(folder, verify(folder).manifest), gpu)
+
+
+@pytest.mark.parametrize("why", ["No space left on device", "failed to map segment"])
+def test_a_temporary_folder_that_cannot_hold_a_program(
+    compiled: Compiled, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, why: str
+) -> None:
+    """It is named, and not the program; nothing is left there."""
+
+    def fail(*arguments: Any) -> None:
+        raise OSError(28, why) if why.startswith("No") else RuntimeError(f"a.so: {why}")
+
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    if why.startswith("No"):
+        monkeypatch.setattr(zipfile.ZipFile, "extractall", fail)
+    else:
+        monkeypatch.setattr(torch._C._aoti, "AOTIModelPackageLoader", fail)
+    message = rf"{tmp_path}: expected a temporary folder with room for .* got '{why}'; set TMPDIR"
+    with pytest.raises(ArtifactError, match=message):
+        kvgraph.load(compiled("tiny-llama", "torch")).session()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_unpacked_program_is_removed_once_it_is_loaded(
+    compiled: Compiled, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    session = kvgraph.load(compiled("tiny-llama", "torch")).session()
+    assert list(tmp_path.iterdir()) == []
+    del session

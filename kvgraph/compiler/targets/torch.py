@@ -11,6 +11,7 @@ With freezing, which excludes late binding, autotuning itself chose oneDNN's pro
 
 from __future__ import annotations
 
+import os
 import platform
 import shutil
 import subprocess
@@ -28,6 +29,7 @@ from kvgraph.compiler.passes.lists import PASSES, run_passes
 from kvgraph.compiler.targets import Lowered
 from kvgraph.compiler.targets.weights import dense_in_place, save_weights
 from kvgraph.compiler.traced import Traced
+from kvgraph.contract.files import NO_ROOM
 from kvgraph.errors import UnsupportedError
 from kvgraph.signal_handlers import reraise_if_signalled
 
@@ -96,9 +98,22 @@ def _package(program: ExportedProgram, path: Path) -> None:
             )
         except Exception as error:
             reraise_if_signalled(error)
-            lines = (str(error).strip() or type(error).__name__).splitlines()
-            raise UnsupportedError(f"backend torch: AOTInductor failed: {lines[0]}") from error
+            raise UnsupportedError(f"backend torch: {_why(error)}") from error
     _strip(path)
+
+
+def _why(error: Exception) -> str:
+    """Reason of a failed compile in one line: its first line, and the compiler's first error."""
+    text = str(error).strip() or type(error).__name__
+    for full in map(os.strerror, NO_ROOM):
+        if full in text:
+            return (
+                "expected room for the C++ compiler in the temporary folder "
+                f"{tempfile.gettempdir()}, got {full!r}; set TMPDIR to another folder"
+            )
+    first, *rest = text.splitlines()
+    said = next((f": {line.strip()}" for line in rest if "error:" in line), "")
+    return f"AOTInductor failed: {first}{said}"
 
 
 def _strip(package: Path) -> None:

@@ -3,21 +3,26 @@
 The package's runner is created and called directly. `torch._inductor.aoti_load_package` would run a
 C++ compiler for seconds to detect the processor's vector extensions, and its model flattens pytrees
 for about 12 us a call. Our ops are called through torch's dispatcher and mutate the pool in place.
-A runner that is freed, at process exit at the latest, removes the folder with its unpacked package.
+The package is unpacked here: torch would leave its folder behind if it fails or is killed.
 torch keeps the program, and a reference to each weight, for the life of the process.
 """
 
 from __future__ import annotations
 
+import tempfile
 import weakref
-from collections.abc import Sequence
+import zipfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from kvgraph.contract.dims import Array
-from kvgraph.errors import KernelError, MissingDependencyError
+from kvgraph.contract.sizes import size_text
+from kvgraph.errors import ArtifactError, KernelError, MissingDependencyError
 from kvgraph.ops import native
 from kvgraph.ops.torch_threads import fitting_threads
 from kvgraph.runtime.folder import ArtifactFolder
@@ -26,6 +31,9 @@ from kvgraph.runtime.sessions.base import Session
 from kvgraph.runtime.sessions.opening import opening
 from kvgraph.runtime.sessions.weights import read_weights
 from kvgraph.signal_handlers import reraise_if_signalled
+
+NO_EXEC = "failed to map segment"
+"""Part of the error of the system's loader for a library in a folder that is mounted noexec."""
 
 
 class TorchSession(Session):
@@ -46,7 +54,8 @@ class TorchSession(Session):
         native.set_num_threads(num_threads or 0)
         path = artifact.file("model.pt2")
         with opening(path, f"torch {torch.__version__}"):
-            runner = torch._C._aoti.AOTIModelPackageLoader(str(path), "model", False, 1, -1)
+            with _unpacked(path) as folder:
+                runner = torch._C._aoti.AOTIModelPackageLoader(folder, "model", False, 1, -1)
             weights = read_weights(artifact, runner.get_constant_fqns())
             runner.load_constants(weights, False, True, True)  # user-managed memory
         self._weights = weights
@@ -65,6 +74,30 @@ class TorchSession(Session):
             reraise_if_signalled(error)
             raise KernelError(f"torch: {str(error).splitlines()[0]}") from error
         return logits
+
+
+@contextmanager
+def _unpacked(package: Path) -> Iterator[str]:
+    """A temporary folder with the files of `package`, in which a library can be loaded.
+
+    ArtifactError if no temporary folder has the room, or allows to run programs.
+    """
+    place = "TMPDIR"
+    with zipfile.ZipFile(package) as files:
+        size = size_text(sum(entry.file_size for entry in files.infolist()))
+        try:
+            with tempfile.TemporaryDirectory(prefix="kvgraph-torch.") as folder:
+                place = str(Path(folder).parent)
+                files.extractall(folder)
+                yield folder
+        except (OSError, RuntimeError) as error:
+            why = NO_EXEC if isinstance(error, RuntimeError) else error.strerror
+            if why is None or why not in str(error):
+                raise
+            raise ArtifactError(
+                f"{place}: expected a temporary folder with room for {size}, in which programs can "
+                f"run, got {why!r}; set TMPDIR to such a folder"
+            ) from error
 
 
 def cuda_session(artifact: ArtifactFolder) -> Session:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from contextvars import Context
@@ -225,7 +226,11 @@ def ingress_app(
     application: str,
     roles: list[str],
 ) -> Starlette:
-    """The application of an ingress, made in its process. Deployments are named by their role."""
+    """The application of an ingress, made in its process. Deployments are named by their role.
+
+    gRPC there connects to replicas, so it ignores http_proxy, unless grpc_proxy is set.
+    """
+    os.environ.setdefault("grpc_proxy", "")
     handles = {role: serve.get_deployment_handle(role, application) for role in roles}
     service = FleetService(name, folder, options, index, handles[DECODE], handles.get(PREFILL))
 

@@ -59,8 +59,10 @@ def cluster() -> Iterator[None]:
 
 @contextmanager
 def replicas(artifact: Path, log: Path, count: int, *more: Any) -> Iterator[Server]:
-    flags = ("--replicas", count, "--threads", 1, "--num-pages", PAGES, *more)
-    with serving(log, artifact, *flags) as server:
+    """A server whose environment has a proxy that does not answer."""
+    flags = ("--replicas", count, "--threads", 1, "--num-pages", PAGES, "--port", 0, *more)
+    command = ("env", "http_proxy=http://127.0.0.1:9", *COMMAND, "serve")
+    with serving(log, artifact, *flags, command=command) as server:
         yield server
 
 

@@ -44,7 +44,7 @@ class Slabs:
         """Write a record without syncing it to disk: a checksum detects lost bytes."""
         size = sum(part.nbytes for part in parts)
         if os.pwritev(self._file(at.stride), parts, at.slot * at.stride) != size:
-            raise OSError(errno.ENOSPC, "the page was written in part")
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     def read(self, at: Slot, out: memoryview) -> bool:
         """Fill `out` from a slot; False if the file is too short."""
