@@ -63,9 +63,11 @@ def register_schemas() -> None:
 def library_path() -> str:
     """Path of the library for `SessionOptions.register_custom_ops_library`: kvgraph's CPU ops.
 
-    KernelError: the package was installed without its native libraries. DeviceError: this processor
-    cannot run them.
+    KernelError: the library is missing, damaged or of another build. DeviceError: this processor
+    cannot run it.
     """
-    from kvgraph.ops.native import library_path
+    from kvgraph.ops.native import library_path, opened
 
-    return str(library_path("onnxruntime"))
+    path = library_path("onnxruntime")
+    opened(path)
+    return str(path)

@@ -218,5 +218,6 @@ def _gpu_bytes(linear: Linear, form: Form, dtype: str, *, is_expert: bool = Fals
 
 
 def _packed_bytes(linear: Linear, form: Form) -> int:
+    form = form if form.sums(linear.in_features) else PLAIN
     made = shapes([linear.out_features], linear.in_features, form, linear.has_bias)
     return sum(math.prod(shape) * itemsize(dtype) for shape, dtype in made.values())

@@ -40,7 +40,7 @@ from kvgraph.signal_handlers import reraise_if_signalled
 NAMES = {
     "wrap_with_autocast": "torch.autocast",
     "cond": "torch.cond",
-    "torch._functorch.predispatch": "torch.vmap",
+    "torch._functorch.predispatch": "torch.vmap or another transform of torch.func",
 }
 """Public names for operators that torch names otherwise, for error messages."""
 
@@ -253,7 +253,7 @@ def _require_operators(model: Model, program: ExportedProgram) -> None:
 
 
 def _part(node: Node) -> str | None:
-    """The name of an operator with its own graph, or of a function that torch.vmap inserts; None if
+    """The name of an operator with its own graph, or of a function that torch.func inserts; None if
     `node` calls another operator, or computes with sizes."""
     target = node.target
     if isinstance(target, HigherOrderOperator):

@@ -55,20 +55,28 @@ def notes_of(
         )
     largest = max(found, key=lambda each: each.nbytes, default=None)
     if largest is not None and largest.nbytes >= LARGE:
-        notes.append(
-            f"memory: a step of {STEP[TOTAL_SEQ_LEN]} new tokens makes a tensor of "
-            f"{largest.nbytes / 2**30:.1f} GiB ({largest.node.target}); an engine with a smaller "
-            "max_batch_tokens takes less"
-        )
+        notes.append(_memory_note(largest))
     return notes
 
 
 @dataclass(frozen=True)
 class Size:
-    """Bytes of the result of `node` in a step of size STEP."""
+    """Bytes of the result of `node` in a step of size STEP; `dims`: symbolic dims of its shape."""
 
     nbytes: int
     node: Node
+    dims: frozenset[str] = frozenset()
+
+
+def _memory_note(largest: Size) -> str:
+    made = f"makes a tensor of {largest.nbytes / 2**30:.1f} GiB ({largest.node.target})"
+    if not largest.dims:
+        return f"memory: each step {made}, whatever its number of tokens"
+    bound = "max_batch_size" if largest.dims == {BATCH_SIZE} else "max_batch_tokens"
+    return (
+        f"memory: a step of {STEP[TOTAL_SEQ_LEN]} new tokens {made}; an engine with a smaller "
+        f"{bound} takes less"
+    )
 
 
 def _is_gathered(node: Node) -> bool:
@@ -94,18 +102,21 @@ def sizes(program: ExportedProgram, signature: GraphSignature) -> Iterator[Size]
 
     own = set(program.graph_signature.user_inputs)
     inputs = [node for node in program.graph.nodes if node.name in own]
-    known = {}
+    known, names = {}, {}
     for node, symbol in zip(inputs, signature.inputs, strict=True):
         for extent, dim in zip(node.meta["val"].shape, symbol.shape, strict=True):
             if isinstance(extent, torch.SymInt) and dim in STEP:
                 known[extent.node.expr] = STEP[str(dim)]
+                names[extent.node.expr] = str(dim)
     for node in program.graph.nodes:
         value = node.meta.get("val")
         if node.op != "call_function" or not isinstance(value, torch.Tensor):
             continue
-        count = math.prod(
-            extent.node.expr.subs(known) if isinstance(extent, torch.SymInt) else extent
-            for extent in value.shape
-        )
-        if not getattr(count, "free_symbols", ()):
-            yield Size(int(count) * value.element_size(), node)
+        if getattr(node.target, "is_view", False):  # has no memory of its own
+            continue
+        found = [x.node.expr if isinstance(x, torch.SymInt) else x for x in value.shape]
+        symbols = {symbol for x in found for symbol in getattr(x, "free_symbols", ())}
+        if symbols <= known.keys():
+            count = math.prod(x if isinstance(x, int) else x.subs(known) for x in found)
+            dims = frozenset(names[symbol] for symbol in symbols)
+            yield Size(int(count) * value.element_size(), node, dims)

@@ -19,7 +19,8 @@ from torch.fx import Node
 from kvgraph.compiler.checkpoint import Checkpoint
 from kvgraph.compiler.values import PLAIN_BITS, Converted, Values
 from kvgraph.contract.dtypes import AS_STORED, WEIGHT_BITS
-from kvgraph.ops.packed import Form, least_group
+from kvgraph.ops.packed import MOST_SUMMED, Form, least_group
+from kvgraph.plural import plural
 
 NAMES = {bits: name for name, bits in WEIGHT_BITS.items()}
 """Bits of packed weights -> name for the user."""
@@ -45,6 +46,8 @@ class Weights:
 
     widened: set[str] = field(default_factory=set)
     """`where` of layers stored in FP8 that could not be kept so, and are widened."""
+    wide: set[str] = field(default_factory=set)
+    """`where` of layers with more inputs than kernels can sum in the bits that they would have."""
     inputs_rounded: set[str] = field(default_factory=set)
     """`where` of layers with inputs that are rounded to 8 bits too."""
 
@@ -80,7 +83,7 @@ class Weights:
         `can_keep`: whether stored forms may be used. `takes`: whether kernels support a form.
         """
         if bits != AS_STORED:
-            return Form(bits), False
+            return self._rounded_to(bits, sources, takes), False
         forms = [source.form if can_keep else None for source in sources]
         known = [form for form in forms if form is not None and takes(form)]
         if len(known) == len(forms):
@@ -93,10 +96,19 @@ class Weights:
             grouped = {bool(form.group) for form in known}
             if len(alike) == len(grouped) == 1 and one.group % least_group(one.codes) == 0:
                 return one, True
-        nearest = max(source.bits for source in sources)
-        self.rounded[nearest] |= {each.where for each in sources if each.bits < PLAIN_BITS}
+        nearest = self._rounded_to(max(source.bits for source in sources), sources, takes)
+        self.rounded[nearest.bits] |= {each.where for each in sources if each.bits < PLAIN_BITS}
         self.note_widened(sources)
-        return Form(nearest), False
+        return nearest, False
+
+    def _rounded_to(
+        self, bits: int, sources: Iterable[Values], takes: Callable[[Form], bool]
+    ) -> Form:
+        """The form of `bits`, or of PLAIN_BITS for layers that kernels do not support in `bits`."""
+        if takes(Form(bits)):
+            return Form(bits)
+        self.wide |= {each.where for each in sources}
+        return Form(PLAIN_BITS)
 
     def note_widened(self, sources: Iterable[Values]) -> None:
         """Record the layers of `sources` that are stored in FP8 and are widened."""
@@ -118,6 +130,11 @@ class Weights:
             notes.append(
                 f"weights: {len(self.widened)} of the layers that the checkpoint has in FP8 have "
                 f"{self.plain}, since no kernel takes their form, or that of a layer of their input"
+            )
+        if self.wide:
+            notes.append(
+                f"weights: {self.plain} for {len(self.wide)} {plural('layer', len(self.wide))}, "
+                f"since kernels sum at most {MOST_SUMMED} inputs in int8 or int4 without groups"
             )
         if self.inputs_rounded:
             notes.append(

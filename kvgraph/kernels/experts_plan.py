@@ -21,6 +21,7 @@ from kvgraph.kernels.matrix_tiles import (
     matrix_tiles,
     product_constants,
     role_of,
+    tiles_of,
 )
 from kvgraph.kernels.shapes import power_of_two
 from kvgraph.kernels.variants import Constant, Variant
@@ -103,6 +104,8 @@ class ExpertsShape:
 def experts_variants(shape: ExpertsShape, arch: str) -> tuple[Variant, ...]:
     """Every kernel that `plan_experts` may launch for `shape`."""
     shape.check()
+    for role in ROLES:
+        plan_experts(shape, arch, 1, role)
     both = [variant for role in ROLES for variant in _of_role(shape, arch, role)]
     return (sort_variant(shape.experts), *both, sum_variant(shape))
 
@@ -122,8 +125,8 @@ def plan_experts(shape: ExpertsShape, arch: str, rows: int, role: str = "") -> L
     launches = (
         launch_of(sort_variant(shape.experts), (shape.experts, 1), {"num_slots": slots}),
         launch_of(place, (ceildiv(count, _block(place, "BLOCK_P")), 1), {"num_tiles": count}),
-        launch_of(up, (count, ceildiv(2 * inner, tiles.block_n)), {"in_features": width}),
-        launch_of(down, (count, ceildiv(width, tiles.block_n)), {"inner_features": inner}),
+        launch_of(up, (count, _pieces(2 * inner, tiles)), {"in_features": width}),
+        launch_of(down, (count, _pieces(width, tiles)), {"inner_features": inner}),
         launch_of(total, (rows * blocks, 1), {}),
     )
     scratch = {
@@ -134,6 +137,10 @@ def plan_experts(shape: ExpertsShape, arch: str, rows: int, role: str = "") -> L
         "parts": slots * width,
     }
     return LaunchPlan(launches, scratch)
+
+
+def _pieces(columns: int, tiles: MatrixTiles) -> int:
+    return tiles_of("experts", "columns", columns, tiles.block_n)
 
 
 def most_tiles(slots: int, experts: int, block_m: int) -> int:

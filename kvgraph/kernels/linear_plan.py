@@ -22,6 +22,7 @@ from kvgraph.kernels.matrix_tiles import (
     linear_roles,
     linear_tiles,
     product_constants,
+    tiles_of,
 )
 from kvgraph.kernels.shapes import MULTIPROCESSORS, power_of_two
 from kvgraph.kernels.variants import ALIGNMENT, Constant, Variant, absent_of
@@ -99,8 +100,13 @@ class LinearShape:
 
 def linear_variants(shape: LinearShape, arch: str) -> tuple[Variant, ...]:
     """Every kernel that `plan_linear` may launch for `shape`, and the kernels that expand its
-    weight or join products of a library."""
+    weight or join products of a library.
+
+    UnsupportedError if a grid has no room for the layer.
+    """
     roles = roles_of(shape, arch)
+    for role in roles:
+        plan_linear(shape, arch, 1, role)
     products = [_variant(shape, arch, role) for role in roles]
     sums = [_sum_variant(shape)] if any(map(is_split, roles)) else []
     rounds = [_round_variant(shape)] if shape.rounds else []
@@ -108,6 +114,7 @@ def linear_variants(shape: LinearShape, arch: str) -> tuple[Variant, ...]:
     if is_library(shape, arch) and has_parts(shape):
         others.append(_sum_variant(shape, of_products=True))
     if is_expanded(shape, arch):
+        plan_expand(shape, arch, 0, 1)
         others += [_round_variant(shape, restores=True)] if shape.rounds else []
         others += [_expand_variant(shape, arch)]
         others += [gate_variant(shape)] if shape.gated else []
@@ -160,7 +167,8 @@ def plan_tiles(
     shape: LinearShape, arch: str, rows: int, role: str, tiles: MatrixTiles, parts: int
 ) -> LaunchPlan:
     """Plan of a call with these tiles, over at most `parts` parts of the inputs."""
-    grid = ceildiv(rows, tiles.block_m), ceildiv(shape.columns, tiles.block_n)
+    pieces = tiles_of("quantized_linear", "columns", shape.columns, tiles.block_n)
+    grid = ceildiv(rows, tiles.block_m), pieces
     values = {"num_rows": rows, "in_features": shape.in_features}
     blocks = _blocks(shape, tiles)
     each = ceildiv(blocks, parts)
@@ -188,7 +196,8 @@ def plan_expand(shape: LinearShape, arch: str, first: int, columns: int) -> Laun
     """Plan that writes `plain [columns, in_features]`: `columns` columns of the weight from `first`
     on, in the activations' dtype. Columns of gate and up both count; gates are written first."""
     variant = _expand_variant(shape, arch)
-    blocks = _blocks(shape, _last_tiles(shape, arch))
+    step = _inputs_of_step(shape, _last_tiles(shape, arch))
+    blocks = tiles_of("quantized_linear", "inputs", shape.in_features, step)
     grid = ceildiv(columns, _int(variant, "BLOCK_N")), blocks
     return LaunchPlan((launch_of(variant, grid, {"first": first, "num_columns": columns}),))
 
@@ -251,8 +260,13 @@ def _tiles(shape: LinearShape, arch: str, role: str) -> MatrixTiles:
 
 
 def _blocks(shape: LinearShape, tiles: MatrixTiles) -> int:
-    """Number of steps over the inputs; a step of nibbles has twice as many inputs as of bytes."""
-    return ceildiv(shape.in_features, tiles.block_k * (2 if shape.bits == 4 else 1))
+    """Number of steps over the inputs."""
+    return ceildiv(shape.in_features, _inputs_of_step(shape, tiles))
+
+
+def _inputs_of_step(shape: LinearShape, tiles: MatrixTiles) -> int:
+    """Inputs of a step; a step of nibbles has twice as many as of bytes."""
+    return tiles.block_k * (2 if shape.bits == 4 else 1)
 
 
 def _variant(shape: LinearShape, arch: str, role: str) -> Variant:

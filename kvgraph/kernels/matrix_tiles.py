@@ -12,7 +12,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from kvgraph.contract.dims import ceildiv
 from kvgraph.contract.dtypes import itemsize
+from kvgraph.errors import UnsupportedError
 from kvgraph.kernels.shapes import capability
 from kvgraph.kernels.variants import Constant, absent_of
 from kvgraph.ops.matrices import group_of, span_of
@@ -38,6 +40,10 @@ SPREAD_COLUMNS = 16384
 """
 
 
+MOST_TILES = 65535
+"""Most programs of a grid's second dim, on all architectures."""
+
+
 @dataclass(frozen=True, slots=True)
 class MatrixTiles:
     """Tiles of `block_m` rows by `block_n` columns. `block_k`: inputs of a step, all under one
@@ -49,6 +55,20 @@ class MatrixTiles:
     num_warps: int
     num_stages: int
     slices: int = 1
+
+
+def tiles_of(op: str, what: str, extent: int, block: int) -> int:
+    """Number of tiles of `block` for the second dim of a grid. `what`: names `extent` in errors.
+
+    UnsupportedError if a grid has no room for so many.
+    """
+    tiles = ceildiv(extent, block)
+    if tiles > MOST_TILES:
+        raise UnsupportedError(
+            f"{op}: expected a layer of at most {MOST_TILES * block} {what} on cuda, got {extent}; "
+            "split the layer"
+        )
+    return tiles
 
 
 def role_of(rows: int, tiles: int) -> str:

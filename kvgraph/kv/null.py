@@ -119,6 +119,7 @@ class NullKVCacheManager(KVCacheManager):
     @also_named(seq_id="request_id")
     def release(self, request_id: RequestID, replica_idx: int | None = None) -> None:
         """Remove the claim; do nothing for a request that is not claimed."""
+        require_key(request_id)
         claimed_on = self._claimed.get(request_id)
         if claimed_on is not None and replica_idx not in (None, claimed_on):
             raise RequestError(
@@ -137,6 +138,7 @@ class NullKVCacheManager(KVCacheManager):
 
     @also_named(seq_id="request_id")
     def contains(self, request_id: RequestID, replica_idx: int | None = None) -> bool:
+        require_key(request_id)
         claimed_on = self._claimed.get(request_id)
         return claimed_on is not None and replica_idx in (None, claimed_on)
 

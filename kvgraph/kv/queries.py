@@ -24,7 +24,7 @@ from kvgraph.kv.pool.pages import PagePool
 from kvgraph.kv.pool.plan import Loadable
 from kvgraph.kv.pool.replica import Replica
 from kvgraph.kv.pool.rows import Phase, Row, row_of
-from kvgraph.kv.requests import RequestID, TextContext, at_replica
+from kvgraph.kv.requests import RequestID, TextContext, at_replica, require_key
 from kvgraph.kv.tiers.bridge import TierBridge
 from kvgraph.kv.tiers.exchange import LeafPages, adopted_pages, held_pages
 from kvgraph.kv.tiers.leaf_pools import LeafPools, pools_of
@@ -41,11 +41,13 @@ class PagedQueries(KVCacheManager):
     _tiers: TierBridge | None
 
     def is_loading(self, request_id: RequestID) -> bool:
+        require_key(request_id)
         row = self._claimed.get(request_id)
         return row is not None and row.phase is Phase.LOADING
 
     @also_named(seq_id="request_id")
     def contains(self, request_id: RequestID, replica_idx: int = 0) -> bool:
+        require_key(request_id)
         row = self._claimed.get(request_id)
         return row is not None and row.replica_idx == replica_idx
 

@@ -40,18 +40,18 @@ class TextContext:
     - `active_length`: tokens of the next step: all the rest, unless set lower for a chunk
     - `cached_prefix_length`: tokens that the prefix cache gave at the last first alloc
 
-    Plain slots, because the managers read them in their innermost loops. `request_id` must not
-    change while the request is claimed. `cache_salt` and `adapter` keep prefixes of different
-    tenants and adapters apart. A request that `is_private` takes no cached pages and commits none.
-    RequestError for an argument of another type, and if `tokens` is empty, not one-dimensional, or
-    has a value that is no non-negative int32.
+    Slots, because the managers read them in their innermost loops; only `active_length` is checked.
+    `request_id` must not change while the request is claimed. `cache_salt` and `adapter` keep
+    prefixes of different tenants and adapters apart. A request that `is_private` takes no cached
+    pages and commits none. RequestError for an argument of another type, and if `tokens` is empty,
+    not one-dimensional, or has a value that is no non-negative int32.
     """
 
     __slots__ = (
         "__weakref__",
+        "_active_length",
         "_memory",
         "_tokens",
-        "active_length",
         "adapter",
         "cache_salt",
         "cached_prefix_length",
@@ -76,8 +76,26 @@ class TextContext:
         self.cache_salt = cache_salt
         self.adapter = adapter
         self.is_private = is_private
-        self.current_length = self.active_length = self._tokens.size
+        self.current_length = self._active_length = self._tokens.size
         self.processed_length = self.cached_prefix_length = 0
+
+    @property
+    def active_length(self) -> int:
+        """Tokens of the next step: all the rest, unless set lower for a chunk. RequestError unless
+        it is set to an integer from 0 to the rest."""
+        return self._active_length
+
+    @active_length.setter
+    def active_length(self, count: int) -> None:
+        rest = self.current_length - self.processed_length
+        if type(count) is not int:
+            count = require_integer(f"active_length of {self.request_id!r}", count, RequestError)
+        if not 0 <= count <= rest:
+            raise RequestError(
+                f"active_length of {self.request_id!r}: expected 0 to {rest} tokens, the rest of "
+                f"{self.current_length}, got {count}"
+            )
+        self._active_length = count
 
     @property
     def tokens(self) -> npt.NDArray[np.int32]:
@@ -97,7 +115,7 @@ class TextContext:
         """
         start = self.current_length
         end = start + len(tokens)
-        processed = self.processed_length + self.active_length
+        processed = self.processed_length + self._active_length
         if tokens:
             if processed != start:
                 raise RequestError(
@@ -109,7 +127,7 @@ class TextContext:
             self._append(start, tokens)
         self.current_length = end
         self.processed_length = processed
-        self.active_length = end - processed
+        self._active_length = end - processed
 
     def skip_processing(self, count: int) -> None:
         """Mark `count` tokens as processed without a step; all the rest becomes active.
@@ -124,12 +142,12 @@ class TextContext:
                 f"skip_processing of {self.request_id!r}: expected 0 to {rest} tokens, got {count}"
             )
         self.processed_length += count
-        self.active_length = rest - count
+        self._active_length = rest - count
 
     def rewind(self) -> None:
         """Mark all tokens as unprocessed, to recompute them after the row was released."""
         self.processed_length = self.cached_prefix_length = 0
-        self.active_length = self.current_length
+        self._active_length = self.current_length
 
     def _append(self, start: int, tokens: tuple[int, ...]) -> None:
         try:

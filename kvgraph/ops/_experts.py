@@ -125,6 +125,8 @@ EXPERTS = spec.OpSpec(
         *packed_rules.FORM,
         *packed_rules.rules(_UP, "in_features", "inputs of x"),
         *packed_rules.rules(_DOWN, "inner_features", "inner_features"),
+        packed_rules.summed("x: dim in_features"),
+        packed_rules.summed("inner_features"),
         spec.Rule("up: dim num_up_panels", _up_panels_fault),
         spec.Rule("down: dim num_down_panels", _down_panels_fault),
         spec.Rule("activation", lambda activation: activation not in ACTIVATIONS and "0, 1 or 2"),

@@ -8,7 +8,8 @@ Decisions, by `benchmarks/linear.py`, which compares the kernels of ONNX Runtime
   tokens depend on its batch.
 - int8 is W8A8: symmetric, with one weight scale per output column and one activation scale per row,
   computed at run time (no calibration). The sums are exact in int32, so that a row's result depends
-  neither on the other rows nor on threads.
+  neither on the other rows nor on threads. int8 and int4 without groups have at most 131,072
+  inputs (`packed.MOST_SUMMED`): sums of more may not fit int32.
 - int4 stores a multiplier 1 to 16 with each group of 32 inputs, and one float scale per column
   (two-level scales, as in QServe, arXiv 2405.04532). Nibble times multiplier is an exact int8, so
   one kernel serves hundreds of rows, and reads 4.125 bits per weight at one row.
@@ -104,6 +105,7 @@ LINEAR = spec.OpSpec(
         spec.Rule("x: dim in_features", lambda in_features: in_features < 1 and "at least 1"),
         *packed_rules.FORM,
         *packed_rules.rules(_WEIGHT, "in_features", "inputs of x"),
+        packed_rules.summed("x: dim in_features"),
         spec.Rule("out_features", lambda out_features: out_features < 0 and "at least 0"),
         spec.Rule("out_features_1", lambda out_features_1: out_features_1 < 0 and "at least 0"),
         spec.Rule("out_features_2", lambda out_features_2: out_features_2 < 0 and "at least 0"),

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from kvgraph.errors import DeviceError, KernelError
-from kvgraph.ops.native import INSTALL, MESSAGE_BYTES, library_path
+from kvgraph.ops.native import MESSAGE_BYTES, library_path, opened
 
 LAUNCH_ABI_VERSION = 2
 """Version of the C ABI in launch.h."""
@@ -62,6 +62,14 @@ class Kernel:
     name_bytes: ctypes.Array[ctypes.c_char]
 
 
+def plugins_path() -> Path:
+    """Path of the library of TensorRT plugins. KernelError if it is missing, damaged or of another
+    build."""
+    path = library_path("tensorrt")
+    opened(path, LAUNCH_ABI_VERSION, "kvg_cuda_abi_version")
+    return path
+
+
 @cache
 def launcher() -> Launcher:
     """The launcher of this process. KernelError if the library is missing."""
@@ -73,15 +81,7 @@ class Launcher:
     an old driver, another architecture, a driver error), otherwise KernelError."""
 
     def __init__(self, path: Path | None = None, abi_version: int = LAUNCH_ABI_VERSION) -> None:
-        path = path or library_path("cuda")
-        self.dll = ctypes.CDLL(str(path))
-        self.dll.kvg_cuda_abi_version.restype = ctypes.c_uint32
-        found = int(self.dll.kvg_cuda_abi_version())
-        if found != abi_version:
-            raise KernelError(
-                f"{path}: expected ABI version {abi_version} of this kvgraph package, "
-                f"got {found}; install both from one build: {INSTALL}"
-            )
+        self.dll = opened(path or library_path("cuda"), abi_version, "kvg_cuda_abi_version")
         self._launch = self.dll.kvg_cuda_launch
         self._launch.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
 

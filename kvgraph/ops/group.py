@@ -215,7 +215,7 @@ def shared_bytes(size: int) -> int:
 
 @cache
 def _libraries() -> tuple[ctypes.CDLL, ...]:
-    libraries = tuple(ctypes.CDLL(str(native.library_path(n))) for n in ("cpu", "onnxruntime"))
+    libraries = tuple(native.opened(native.library_path(n)) for n in ("cpu", "onnxruntime"))
     for dll in libraries:
         dll.kvg_cpu_enter_group.argtypes = [ctypes.c_void_p]
         dll.kvg_cpu_enter_group.restype = None

@@ -107,6 +107,31 @@ def library_path(name: str) -> Path:
     )
 
 
+def opened(
+    path: Path, abi_version: int = ABI_VERSION, entry: str = "kvg_abi_version"
+) -> ctypes.CDLL:
+    """Open a library of this package, whose function `entry` returns its ABI version.
+
+    KernelError if it cannot be opened, or has another version.
+    """
+    try:
+        dll = ctypes.CDLL(str(path))
+        version = getattr(dll, entry)
+    except (OSError, AttributeError) as error:
+        why = str(error).removeprefix(f"{path}: ")
+        raise KernelError(
+            f"{path}: expected a library of this kvgraph package, got one that cannot be opened "
+            f"({why}); install it again: {INSTALL}"
+        ) from error
+    version.restype = ctypes.c_uint32
+    if (found := int(version())) != abi_version:
+        raise KernelError(
+            f"{path}: expected ABI version {abi_version} of this kvgraph package, "
+            f"got {found}; install both from one build: {INSTALL}"
+        )
+    return dll
+
+
 def set_num_threads(count: int) -> None:
     """Set the number of threads for kernels, the caller's included; 0: one per processor (default).
 
@@ -178,20 +203,13 @@ def library() -> Library:
 
 
 class Library:
-    """A loaded kernel library. KernelError if its ABI version is not this package's."""
+    """A loaded kernel library. KernelError as of `opened`."""
 
     def __init__(self, path: Path, abi_version: int = ABI_VERSION) -> None:
-        self.dll = ctypes.CDLL(str(path))
-        self.dll.kvg_abi_version.restype = ctypes.c_uint32
+        self.dll = opened(path, abi_version)
         self.dll.kvg_cpu_num_threads.restype = ctypes.c_uint32
         self.dll.kvg_cpu_set_num_threads.argtypes = [ctypes.c_uint32]
         self.dll.kvg_cpu_set_num_threads.restype = None
-        found = int(self.dll.kvg_abi_version())
-        if found != abi_version:
-            raise KernelError(
-                f"{path}: expected ABI version {abi_version} of this kvgraph package, "
-                f"got {found}; install both from one build: {INSTALL}"
-            )
         self._frames = threading.local()
         pointer, count, size = ctypes.c_void_p, ctypes.c_int64, ctypes.c_size_t
         logits, message = (pointer, size, count), (pointer, size)

@@ -29,6 +29,10 @@ COLUMNS, DEPTH, GROUP = 16, 64, 32
 MOST_INPUTS = 1 << 40
 """Largest number of inputs in an attribute, so that sizes computed from it fit 64 bits."""
 
+MOST_SUMMED = 1 << 17
+"""Most inputs of integers with one scale per column: products of int8 by x in int8 then fit int32
+when summed, and a column's sum of int8 is exact in float32."""
+
 LINE_BYTES = 64
 
 PER_LINE = {32: 1, 16: 2, 8: 4, 4: 8}
@@ -98,6 +102,10 @@ class Form:
     def num_scales(self, in_features: int) -> int:
         """Number of float32 scales of a column of `in_features` inputs."""
         return num_scales(in_features, self.group, self.codes)
+
+    def sums(self, in_features: int) -> bool:
+        """Whether kernels of CPUs can sum the products of a column of `in_features` inputs."""
+        return self.bits >= 16 or self.group > 0 or in_features <= MOST_SUMMED
 
     @property
     def attributes(self) -> dict[str, int]:

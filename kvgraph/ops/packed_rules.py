@@ -12,7 +12,9 @@ from kvgraph.ops.packed import (
     INTEGERS,
     LINE_BYTES,
     MOST_INPUTS,
+    MOST_SUMMED,
     PER_LINE,
+    Form,
     least_group,
     num_groups,
     num_scales,
@@ -82,6 +84,16 @@ FORM = (
     known_codes(),
 )
 """Rules of the form in which weights are stored."""
+
+
+def summed(subject: str) -> spec.Rule:
+    """Rule that the inputs, named last in `subject`, are few enough for exact sums."""
+
+    def fault(in_features: int, bits: int, group: int) -> bool | str:
+        fits = Form(bits, group).sums(in_features)
+        return not fits and f"at most {MOST_SUMMED} for {bits} bits without groups"
+
+    return spec.Rule(subject, fault, names=(subject.rpartition(" ")[2], "bits", "group"))
 
 
 def rules(weight: tuple[spec.Operand, ...], in_features: str, of: str) -> tuple[spec.Rule, ...]:

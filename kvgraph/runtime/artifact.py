@@ -200,8 +200,11 @@ def load(folder: str | Path, *, verify: bool | None = None) -> Artifact:
 def read(folder: str | Path, *, verify: bool | None = None) -> Artifact:
     """Read an artifact as `load` does, except that `session` or `follow` hashes its files."""
     folder = as_path("artifact", folder)
-    seen = state_of(folder / MANIFEST_NAME)
-    artifact = Artifact(folder, read_manifest(folder), seen=seen)
+    seen = {MANIFEST_NAME: state_of(folder / MANIFEST_NAME)}
+    manifest = read_manifest(folder)
+    if verify is not False:
+        seen |= {name: state_of(folder / name) for name in manifest.files}
+    artifact = Artifact(folder, manifest, seen=seen)
     artifact.require_machine()
     artifact.require_consistent()
     if verify is not False:

@@ -20,7 +20,14 @@ from typing import Any, TypeVar
 
 from kvgraph.contract.threads import threads_needed
 from kvgraph.contract.tokenizer import LONG_TEXT
-from kvgraph.errors import CapacityError, DeviceLostError, GenerationError, RankError, RequestError
+from kvgraph.errors import (
+    ArtifactError,
+    CapacityError,
+    DeviceLostError,
+    GenerationError,
+    RankError,
+    RequestError,
+)
 from kvgraph.kv.not_copyable import NotCopyable
 from kvgraph.runtime.arguments import instance, optional_integer
 from kvgraph.runtime.engine import Engine
@@ -36,7 +43,7 @@ T = TypeVar("T")
 WATCH_SECONDS = 1.0
 """Interval at which an idle engine checks that its ranks are alive."""
 
-LOST = (RankError, DeviceLostError)
+LOST = (RankError, DeviceLostError, ArtifactError)
 """Errors after which no step can run."""
 
 

@@ -18,6 +18,8 @@ from kvgraph.runtime.messages import (
     ASKS_FOR_NONE,
     NAMES_DEVELOPER,
     Message,
+    as_json,
+    as_object,
     as_parts,
     developers_as_system,
     joined_text,
@@ -25,6 +27,7 @@ from kvgraph.runtime.messages import (
     plain_object,
     plain_tools,
     up_to_mark,
+    with_arguments,
     with_content,
     with_mark,
 )
@@ -46,8 +49,14 @@ SPECIAL_TOKENS = "special_tokens_map.json"
 PROBE = "a probe"
 """Message content that shows which forms of messages a template accepts."""
 
+ARGUMENT = "kvgraph:an-argument"
+"""Name of an argument of a call that shows whether a template takes an object or text."""
+
 KEPT_FORMS = 64
 """Most entries of the cache of forms, by template and kinds of messages."""
+
+Rendered: TypeAlias = Callable[[list[Message]], str | None]
+"""Renders messages; None if the template fails."""
 
 Form: TypeAlias = Callable[[list[Message]], list[Message]]
 """Converts messages to the form that a template renders."""
@@ -190,7 +199,8 @@ class ChatTemplates:
         `chat_template`: a template, or the name of one of the artifact's.
         `chat_template_kwargs`: more variables of the template, such as `documents`.
         The parts of a message's content are joined if the template takes only text for its role.
-        Text becomes one part if the template takes only lists of parts. Role developer becomes
+        Text becomes one part if the template takes only lists of parts. Arguments of tool calls
+        are objects, or JSON text if the template joins them to other text. Role developer becomes
         system if the template does not name developer.
         RequestError: an invalid message, or a template that rejects the messages or fails on them.
         ArtifactError: no template, or a damaged one.
@@ -293,6 +303,34 @@ class ChatTemplates:
                 return None
 
         probes = [each | {"content": PROBE} if each.get("content") else each for each in chat]
+        as_taken, is_sure = self._probed_arguments(rendered, probes)
+        probes = as_taken(probes)
+        form, shows_text = self._probed_content(rendered, chat, probes)
+        return lambda given: form(as_taken(given)), is_sure and shows_text
+
+    def _probed_arguments(self, rendered: Rendered, probes: list[Message]) -> tuple[Form, bool]:
+        """The form of tool calls that the template takes: with arguments as objects, or as text if
+        it fails for objects or writes them as Python does."""
+
+        def shown(taken: Callable[[object], object]) -> str | None:
+            marked = with_arguments(probes, lambda _: taken({ARGUMENT: ""}))
+            text = rendered(marked)
+            return rendered(as_parts(marked)) if text is None else text
+
+        objects = partial(with_arguments, taken=as_object)
+        if all("tool_calls" not in each for each in probes):
+            return objects, True
+        text = shown(as_object)
+        if text is not None and f"{{{ARGUMENT!r}" not in text:
+            return objects, ARGUMENT in text
+        text = shown(as_json)
+        is_taken = text is not None and ARGUMENT in text
+        return partial(with_arguments, taken=as_json) if is_taken else objects, is_taken
+
+    def _probed_content(
+        self, rendered: Rendered, chat: list[Message], probes: list[Message]
+    ) -> tuple[Form, bool]:
+        """The form of contents that the template takes."""
         text, parts = rendered(probes), rendered(as_parts(probes))
         shows_text, shows_parts = PROBE in (text or ""), PROBE in (parts or "")
         if shows_parts and not shows_text:

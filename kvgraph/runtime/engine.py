@@ -337,6 +337,7 @@ class Engine(Chats, NotCopyable):
         return self._builder.request(name, prompt, sampling, cache_salt)
 
     def _queue(self, request: Request) -> None:
+        self.session.require_unchanged()
         self._is_whole = False
         self.scheduler.enqueue(request)
         self._open[request.request_id] = request

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+import re
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeAlias
 
 from kvgraph.contract.devices import Device, Target
-from kvgraph.contract.manifest import MANIFEST_NAME, Manifest, read_manifest
+from kvgraph.contract.hashes import FileEntry, verify_files
+from kvgraph.contract.manifest import Manifest, read_manifest
 from kvgraph.contract.params import KVCacheParams
 from kvgraph.contract.shards import shards_of
 from kvgraph.contract.signature import GraphSignature
 from kvgraph.contract.trees import MultiKVCacheParams, params_from_layout
 from kvgraph.errors import ArtifactError
 
-FileState: TypeAlias = tuple[int, int, int, int]
+FileState: TypeAlias = tuple[int, ...] | None
+
+OWNER = re.compile(r"rank\d+/")
+"""Beginning of the name of a file that only one rank reads."""
 
 
 def file_of(rank: int, name: str, files: Container[str]) -> str:
@@ -24,14 +29,24 @@ def file_of(rank: int, name: str, files: Container[str]) -> str:
     return own if rank and own in files else name
 
 
-def state_of(path: Path) -> FileState | None:
-    """Device, inode, size and time of the last change: equal while the file is unchanged. None:
+def files_of_rank(files: Mapping[str, FileEntry], rank: int) -> dict[str, FileEntry]:
+    """The files that `rank` reads: its own, and those that all ranks share."""
+    shared = {file_of(rank, name, files) for name in files if OWNER.match(name) is None}
+    return {
+        name: entry
+        for name, entry in files.items()
+        if name in shared or name.startswith(f"rank{rank}/")
+    }
+
+
+def state_of(path: Path) -> FileState:
+    """Device, inode, size and times of the last change: equal while the file is unchanged. None:
     no such file."""
     try:
         stat = path.stat()
-    except OSError:
+    except (OSError, ValueError):  # ValueError: a NUL in its name
         return None
-    return stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns
+    return stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns
 
 
 @dataclass(frozen=True)
@@ -47,24 +62,28 @@ class ArtifactFolder:
     rank: int = 0
     """The rank whose part of the weights is read; 0 for an artifact of one rank."""
 
-    seen: FileState | None = field(default=None, compare=False, repr=False)
-    """State of the manifest file when it was read; None if not known."""
+    seen: Mapping[str, FileState] = field(default_factory=dict, compare=False, repr=False)
+    """States of the manifest, and of the files whose hashes are checked, before they were read."""
 
     def require_unchanged(self) -> None:
-        """Raise ArtifactError if the folder now has another artifact, or none. A manifest file that
-        was replaced is read again: it may have the same contents."""
-        if self.seen is None or state_of(self.folder / MANIFEST_NAME) == self.seen:
+        """Raise ArtifactError if the folder now has another artifact, or none, or if a file of this
+        rank was changed. Files of another state are read again: they may have the same contents."""
+        changed = {n for n, state in self.seen.items() if state_of(self.folder / n) != state}
+        if not changed:
             return
         got = "another one"
         try:
             if read_manifest(self.folder) == self.manifest:
-                return
+                got = ""
         except ArtifactError:
             got = "none"
-        raise ArtifactError(
-            f"{self.folder}: expected the artifact that was loaded, got {got} in its place; load "
-            "it again"
-        )
+        if got:
+            raise ArtifactError(
+                f"{self.folder}: expected the artifact that was loaded, got {got} in its place; "
+                "load it again"
+            )
+        mine = files_of_rank(self.manifest.files, self.rank)
+        verify_files(self.folder, {n: entry for n, entry in mine.items() if n in changed})
 
     @property
     def ranks(self) -> int:

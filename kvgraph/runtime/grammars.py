@@ -78,6 +78,8 @@ def grammar_of(given: Mapping[str, object]) -> Grammar | None:
     instance(name, given[name], str, "text")
     text = cast(str, given[name])
     _require_size(name, text)
+    if name == "guided_regex":
+        _require_ended(name, text)
     if name == "guided_grammar":
         if "%json" in text:
             raise RequestError(f"{name}: expected no %json, got one; use guided_json for a schema")
@@ -131,6 +133,16 @@ def _require_size(name: str, text: str) -> None:
     size = len(text.encode(errors="surrogatepass"))
     if not 0 < size <= MOST_BYTES:
         raise RequestError(f"{name}: expected 1 to {MOST_BYTES} bytes, got {size}")
+
+
+def _require_ended(name: str, pattern: object) -> None:
+    """Raise RequestError for a regular expression with a lone backslash at its end, which the
+    compiler leaves out."""
+    if isinstance(pattern, str) and (len(pattern) - len(pattern.rstrip("\\"))) % 2:
+        raise RequestError(
+            f"{name}: expected a regular expression without a lone backslash at its end, got "
+            f"{shown(pattern)}; write two for the character"
+        )
 
 
 def _require_bounded(name: str, schema: dict[str, object]) -> None:
@@ -193,7 +205,7 @@ def _digits(multiple: object) -> int:
 
 
 def _require_exact(name: str, schema: dict[str, object]) -> None:
-    """Raise RequestError for integers that the compiler would change."""
+    """Raise RequestError for integers and patterns that the compiler would change."""
     left: list[tuple[object, bool]] = [(schema, False)]
     while left:
         part, is_by_name = left.pop()
@@ -203,6 +215,12 @@ def _require_exact(name: str, schema: dict[str, object]) -> None:
             left += [(each, False) for each in part.values()]
         elif isinstance(part, dict):
             _require_distinct_keys(name, part)
+            by_pattern = part.get("patternProperties")
+            for pattern in (
+                part.get("pattern"),
+                *(by_pattern if isinstance(by_pattern, dict) else ()),
+            ):
+                _require_ended(name, pattern)
             for key in BOUNDS:
                 _require_float(name, key, part.get(key))
             for key in VALUES:

@@ -26,6 +26,7 @@ from kvgraph.runtime.edits import LogitEdits
 from kvgraph.runtime.grammars import Grammar
 from kvgraph.runtime.machine import default_threads
 from kvgraph.runtime.native_calls import native_call
+from kvgraph.runtime.quoting import as_quoted
 from kvgraph.runtime.sampling_params import SamplingParams
 from kvgraph.signal_handlers import reraise_if_signalled
 
@@ -354,8 +355,8 @@ def _compile(tokenizer: LLTokenizer, grammar: Grammar) -> LLMatcher:
 
     try:
         if grammar.kind == "guided_json":
-            options: Any = {"whitespace_flexible": False}
-            source = LLMatcher.grammar_from_json_schema(grammar.text, overrides=options)
+            text, options = as_quoted(grammar.text)
+            source = LLMatcher.grammar_from_json_schema(text, overrides=cast(Any, options))
         elif grammar.kind == "guided_regex":
             source = LLMatcher.grammar_from_regex(grammar.text)
         else:

@@ -16,7 +16,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import re
 import time
 from collections.abc import Mapping
 from contextlib import suppress
@@ -27,12 +26,9 @@ from kvgraph.contract.files import inside, open_regular, replacing
 from kvgraph.contract.hashes import FileEntry, verify_files
 from kvgraph.contract.manifest import Manifest
 from kvgraph.contract.plain import to_json, to_plain
-from kvgraph.runtime.folder import file_of
+from kvgraph.runtime.folder import files_of_rank
 
 Stamp: TypeAlias = dict[str, object]
-
-OWNER = re.compile(r"rank\d+/")
-"""Beginning of the name of a file that only one rank reads."""
 
 SETTLED_SECONDS = 2
 """Least age of a file's last change: the coarsest file system clock (FAT) ticks every 2 s."""
@@ -52,16 +48,6 @@ def require_intact(
     verify_files(folder, files)
     if stamp is not None and paths:
         _write(paths[0], stamp)
-
-
-def files_of_rank(files: Mapping[str, FileEntry], rank: int) -> dict[str, FileEntry]:
-    """The files that `rank` reads: its own, and those that all ranks share."""
-    shared = {file_of(rank, name, files) for name in files if OWNER.match(name) is None}
-    return {
-        name: entry
-        for name, entry in files.items()
-        if name in shared or name.startswith(f"rank{rank}/")
-    }
 
 
 def _covers(known: object, stamp: Stamp) -> bool:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import suppress
 from typing import Any, TypeAlias, cast
 
+from kvgraph.contract.plain import JsonObject
 from kvgraph.contract.values import shown
 from kvgraph.errors import RequestError
 from kvgraph.runtime.arguments import instance, sequence
@@ -42,8 +43,7 @@ def plain_messages(messages: Iterable[Mapping[str, Any]]) -> list[Message]:
     """Copies of the messages as plain JSON values, in the form that templates take.
 
     Fields that are None and empty lists of tool calls are dropped. Reasoning is stored under the
-    names that templates read. Arguments of tool calls become objects, which templates write as
-    JSON.
+    names that templates read.
     """
     listed = sequence("messages", "message", messages)
     if not listed:
@@ -138,6 +138,40 @@ def joined_text(messages: list[Message], others: Collection[object] = ()) -> lis
     ]
 
 
+def with_arguments(messages: list[Message], taken: Callable[[object], object]) -> list[Message]:
+    """The messages, with `taken` applied to the arguments of each tool call."""
+
+    def changed(call: JsonObject) -> JsonObject:
+        function = call["function"]
+        if "arguments" not in function:
+            return call
+        return call | {"function": function | {"arguments": taken(function["arguments"])}}
+
+    return [
+        message | {"tool_calls": [changed(call) for call in calls]}
+        if isinstance(calls := message.get("tool_calls"), list)
+        else message
+        for message in messages
+    ]
+
+
+def as_object(arguments: object) -> object:
+    """Arguments as an object, which templates write as JSON. OpenAI's are the text of one; other
+    text stays: the call may have been cut off."""
+    if isinstance(arguments, str):
+        with suppress(ValueError, RecursionError):
+            read = json.loads(arguments or "{}")
+            return read if isinstance(read, dict) else arguments
+    return arguments
+
+
+def as_json(arguments: object) -> object:
+    """Arguments as JSON text, for templates that join them to other text."""
+    if isinstance(arguments, str):
+        return arguments or "{}"
+    return json.dumps(arguments, ensure_ascii=False)
+
+
 def developers_as_system(messages: list[Message]) -> list[Message]:
     """The messages with role system for developer, for templates without role developer."""
     return [
@@ -161,7 +195,7 @@ def _message(where: str, given: Mapping[str, Any]) -> Message:
     if message.get("tool_calls") == []:  # templates ask whether there is a list
         del message["tool_calls"]
     if "tool_calls" in message:
-        _read_arguments(f"{where}.tool_calls", message["tool_calls"])
+        _require_calls(f"{where}.tool_calls", message["tool_calls"])
     return _with_reasoning(message)
 
 
@@ -192,16 +226,8 @@ def _require_text(where: str, part: object) -> None:
     instance(f"{where}.text", part.get("text"), str, "text")
 
 
-def _read_arguments(where: str, calls: object) -> None:
-    """Replace arguments that are JSON text, as OpenAI's are, by their object, in place. Other text
-    stays: the call may have been cut off."""
+def _require_calls(where: str, calls: object) -> None:
     instance(where, calls, list, "a list of tool calls")
     for at, call in enumerate(cast(list[object], calls)):
-        function = call.get("function") if isinstance(call, dict) else None
-        if not isinstance(function, dict):
+        if not isinstance(call, dict) or not isinstance(call.get("function"), dict):
             raise RequestError(f"{where}[{at}]: expected a call of a function, got {shown(call)}")
-        if not isinstance(arguments := function.get("arguments"), str):
-            continue
-        with suppress(ValueError, RecursionError):
-            read = json.loads(arguments or "{}")
-            function["arguments"] = read if isinstance(read, dict) else arguments

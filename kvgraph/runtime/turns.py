@@ -6,11 +6,13 @@ in a `try` takes the turn, and a `finally` without any call gives it back: no in
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial, wraps
 from threading import get_ident
 from typing import Concatenate, ParamSpec, Protocol, TypeVar
+from weakref import WeakSet
 
 from kvgraph.errors import RequestError
 
@@ -19,6 +21,9 @@ Call = tuple[str, int]
 
 OWNED = "AsyncEngine"
 """Name of the call that has the turn for as long as an AsyncEngine runs."""
+
+FORKED: Call = ("fork", 0)
+"""The call that has all turns in a forked child."""
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -49,6 +54,7 @@ class Turns:
         self._owner = owner
         attributes: dict[str, Call] = self.__dict__
         self.take = partial(attributes.setdefault, "running")
+        _TURNS.add(self)
 
     @contextmanager
     def owned(self) -> Iterator[None]:
@@ -63,6 +69,11 @@ class Turns:
     def overlap(self, call: Call, running: Call) -> RequestError:
         """The error of `call` while another call runs, possibly in the same thread."""
         name, thread = running
+        if running is FORKED:
+            return RequestError(
+                f"{self._owner}.{call[0]}: expected the process that opened it, got a fork of it; "
+                "open another one in the child"
+            )
         if name == OWNED:
             return RequestError(
                 f"{self._owner}.{call[0]}: expected no call while an AsyncEngine runs the engine, "
@@ -73,6 +84,19 @@ class Turns:
             f"{self._owner}.{call[0]}: expected one call at a time, got one while `{name}` of "
             f"{other} thread runs; share it between threads in turn, with a lock"
         )
+
+
+_TURNS: WeakSet[Turns] = WeakSet()
+
+
+def _refuse_in_child() -> None:
+    """Refuse all calls but `close` in a forked child, which has none of its parent's threads: a
+    step could wait for them for ever."""
+    for turns in _TURNS:
+        turns.take = lambda call: call if call[0] == "close" else FORKED
+
+
+os.register_at_fork(after_in_child=_refuse_in_child)
 
 
 class Owner(Protocol):

@@ -10,7 +10,8 @@ the prompt stays the same), but only allowed ones are calls.
 from __future__ import annotations
 
 import json
-import uuid
+import secrets
+import string
 from collections.abc import Iterator
 from urllib.parse import urljoin
 
@@ -24,6 +25,8 @@ MOST_TOOLS = 128
 
 SPACE = " \t\n\r"
 """Whitespace that JSON allows between its tokens."""
+
+ALPHANUMERIC = string.ascii_letters + string.digits
 
 CALL, REST = '{"name":', ',"arguments":'
 """The text of a guided call before its name, and between name and arguments."""
@@ -166,8 +169,11 @@ class Tools:
 
 
 def _call(name: str, arguments: str) -> JsonObject:
+    """A call in OpenAI's form. Templates of Mistral's models take only ids like its own: nine
+    letters and digits."""
     function = {"name": name, "arguments": arguments}
-    return {"id": f"call_{uuid.uuid4().hex[:24]}", "type": "function", "function": function}
+    own = "".join(secrets.choice(ALPHANUMERIC) for _ in range(9))
+    return {"id": own, "type": "function", "function": function}
 
 
 def _name(tool: object) -> str | None:

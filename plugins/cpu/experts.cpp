@@ -65,6 +65,8 @@ Experts read(const Operands& in) {
   op.up = read_packed(in, KVG_EXPERTS_UP, KVG_EXPERTS_UP_SCALES, form, op.width, "inputs of x");
   op.down = read_packed(in, KVG_EXPERTS_DOWN, KVG_EXPERTS_DOWN_SCALES, form, op.inner,
                         "inner_features");
+  check_summed(in, op.up, op.width, "x: dim in_features");
+  check_summed(in, op.down, op.inner, "inner_features");
   op.x = in.data<const float>(KVG_EXPERTS_X);
   op.indices = in.data<const int32_t>(KVG_EXPERTS_INDICES);
   op.weights = in.data<const float>(KVG_EXPERTS_WEIGHTS);

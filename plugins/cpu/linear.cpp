@@ -20,6 +20,7 @@ Linear read(const Operands& in) {
                   in.integer(KVG_LINEAR_ATTR_CODES)};
   Linear job =
       read_packed(in, KVG_LINEAR_WEIGHT, KVG_LINEAR_SCALES, form, width, "inputs of x");
+  check_summed(in, job, width, "x: dim in_features");
   job.residual = in.data<const float>(KVG_LINEAR_RESIDUAL);
   if (in.integer(KVG_LINEAR_ATTR_SILU_MUL)) job.gate = &kSwiglu;
   job.rows = in.dims[KVG_DIM_ROWS];

@@ -23,6 +23,8 @@ namespace kvg {
 constexpr int64_t kColumns = 16, kDepth = 64, kGroup = 32, kLineBytes = 64;
 // Most inputs that an attribute may give: sizes computed from them fit 64 bits.
 constexpr int64_t kMostInputs = int64_t{1} << 40;
+// Most inputs of int8 or int4 without groups: sums of their products fit int32.
+constexpr int64_t kMostSummed = int64_t{1} << 17;
 constexpr int64_t kPair = 2;  // panels that are computed together, such as gate and up of SwiGLU
 
 // How the halves of a gated layer are joined:

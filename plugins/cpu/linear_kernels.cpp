@@ -42,10 +42,13 @@ void value(const Linear& job, int64_t panel, int64_t row, const int32_t* sums, f
   const float* scale = job.scales + panel * 2 * kColumns;
   const float* total = scale + kColumns;
   const float own = job.x_scales[row];
+  // Sums of x + kOffset may wrap around, the sums of x do not (kMostSummed).
 #pragma omp simd
-  for (int c = 0; c < kColumns; ++c)
-    to[c] = static_cast<float>(sums[c] - kOffset * static_cast<int32_t>(total[c])) *
-            (scale[c] * own);
+  for (int c = 0; c < kColumns; ++c) {
+    const uint32_t more = static_cast<uint32_t>(kOffset * static_cast<int32_t>(total[c]));
+    const auto sum = static_cast<int32_t>(static_cast<uint32_t>(sums[c]) - more);
+    to[c] = static_cast<float>(sum) * (scale[c] * own);
+  }
   if (job.bias) {
     const float* bias = job.bias + panel * kColumns;
     for (int c = 0; c < kColumns; ++c) to[c] += bias[c];

@@ -151,6 +151,12 @@ Linear read_packed(const Operands& in, int weight, int scales, const Form& form,
   return job;
 }
 
+void check_summed(const Operands& in, const Linear& job, int64_t width, const char* name) {
+  if (job.bits < 16 && !job.group && width > kMostSummed)
+    refuse("%s: %s: expected at most %lld for %lld bits without groups, got %lld", in.op.name, name,
+           ll{kMostSummed}, ll{job.bits}, ll{width});
+}
+
 Linear of_expert(Linear job, int64_t expert) {
   const int64_t panels = expert * job.panels, groups = job.group_count();
   job.lines += panels * job.panel_bytes();

@@ -22,6 +22,9 @@ struct Form {
 Linear read_packed(const Operands& in, int weight, int scales, const Form& form, int64_t width,
                    const char* of);
 
+// Throws a Refusal if sums of products of `width` inputs, which `name` names, may not fit int32.
+void check_summed(const Operands& in, const Linear& job, int64_t width, const char* name);
+
 // The same weights of another expert.
 Linear of_expert(Linear job, int64_t expert);
 

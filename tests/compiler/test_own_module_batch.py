@@ -148,6 +148,27 @@ def test_activations_of_two_dtypes(tmp_path: Path) -> None:
     assert compile_module(Mixed(), tmp_path / "out", backend="torch")
 
 
+@pytest.mark.parametrize("check", [False, True])
+def test_a_part_in_bfloat16_that_onnxruntime_has_no_kernel_for(tmp_path: Path, check: bool) -> None:
+    said = (
+        r"linear in up \(Linear\).*: expected float32 for backend onnx on cpu, got an operator on"
+    )
+    with pytest.raises(kvgraph.UnsupportedError, match=said):
+        compile_module(Mixed(), tmp_path / "out", check=check)
+
+
+class Halved(Decoder):
+    """Numbers are rounded to bfloat16, moved and read again: nothing computes in it."""
+
+    def forward(self, *inputs: Any) -> torch.Tensor:
+        x = super().forward(*inputs).bfloat16()
+        return torch.cat([x[:, 1:], x[:, :1]], -1).flatten(1).float()
+
+
+def test_numbers_that_are_kept_in_bfloat16(tmp_path: Path) -> None:
+    assert compile_module(Halved(), tmp_path / "out")
+
+
 class Recurrent(Decoder):
     """Torch makes a loop of it, over as many tokens as the trace has."""
 

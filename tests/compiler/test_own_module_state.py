@@ -335,13 +335,13 @@ class Mapped(Decoder):
 
 
 @pytest.mark.parametrize(
-    ("module", "got"), [(Cast, "autocast"), (Either, "cond"), (Mapped, "vmap")]
+    ("module", "got"), [(Cast, "autocast"), (Either, "cond"), (Mapped, "vmap or another")]
 )
 def test_parts_under_conditions_are_refused(
     module: type[Decoder], got: str, tmp_path: Path
 ) -> None:
     expected = (
-        f"expected operators that run one after the other, got torch.{got}; compute without it"
+        f"expected operators that run one after the other, got torch.{got}.*; compute without it"
     )
     with pytest.raises(kvgraph.UnsupportedError, match=expected):
         compile_module(module(), tmp_path / "out")

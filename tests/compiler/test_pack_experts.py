@@ -19,6 +19,7 @@ from kvgraph.compiler.passes.pack_experts import PACKED, pack_experts
 from kvgraph.contract.mixtures import Mixture
 from kvgraph.contract.safetensors import read_layout
 from kvgraph.contract.signature import GraphSignature
+from kvgraph.ops import packed
 from kvgraph.ops.packed import GELU, GELU_TANH
 from tests.support.models import LATENT, greedy_tokens, make_model
 from tests.support.programs import packed_by, program_of, step
@@ -285,3 +286,14 @@ def test_other_activations_than_float32_stay() -> None:
     program = torch.export.export(module, given)
     (sentence,) = packed_by(pack_experts, program, 16).unmatched
     assert sentence.endswith("expected float32, got torch.bfloat16")
+
+
+@pytest.mark.parametrize(("most", "expected"), [(32, 8), (31, 16)])
+def test_more_inputs_than_int32_sums_are_kept_in_bfloat16(
+    most: int, expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(packed, "MOST_SUMMED", most)
+    program = exported(Experts())
+    packed_by(pack_experts, program, 8)
+    (node,) = (node for node in program.graph.nodes if node.target is PACKED)
+    assert node.kwargs["bits"] == expected

@@ -21,8 +21,12 @@ from kvgraph.compiler.passes.drop_batch_dim import drop_batch_dim
 from kvgraph.compiler.passes.drop_no_ops import drop_no_ops
 from kvgraph.compiler.passes.fuse_rope import fuse_rope
 from kvgraph.compiler.passes.pack_linear import PACKED, pack_linear
+from kvgraph.compiler.values import Converted
+from kvgraph.compiler.weights import Weights
+from kvgraph.contract.dtypes import AS_STORED
 from kvgraph.contract.safetensors import read_layout
 from kvgraph.errors import ModelError, UnsupportedError
+from kvgraph.ops.packed import MOST_SUMMED, Form
 from tests.support.models import layers, make_model
 from tests.support.programs import packed_by, program_of, step
 
@@ -323,3 +327,35 @@ def test_the_graph_over_packed_weights_equals_its_reference(tmp_path: Path) -> N
     ]
     assert texts[0].token_ids == texts[1].token_ids
     assert np.array(texts[0].token_ids).size == 6
+
+
+@pytest.mark.parametrize(("extra", "expected"), [(0, 8), (1, 16)])
+def test_more_inputs_than_int32_sums_are_kept_in_bfloat16(extra: int, expected: int) -> None:
+    x = torch.ones(3, MOST_SUMMED + extra)
+    program = torch.export.export(nn.Linear(x.shape[1], 2), (x,))
+    weights = Weights()
+    pack_linear(program, 8, weights)
+    weights.fill(program)
+    (node,) = nodes(program)
+    assert node.kwargs["bits"] == expected
+    assert weights.notes() == extra * [
+        "weights: bf16 for 1 layer, since kernels sum at most 131072 inputs in int8 or int4 "
+        "without groups"
+    ]
+
+
+class InInt8(Converted):
+    """A weight stored in int8 with a scale for each row."""
+
+    @property
+    def form(self) -> Form:
+        return Form(8)
+
+
+def test_int8_of_a_checkpoint_is_kept_up_to_what_int32_sums() -> None:
+    stored = InInt8("a", (2, 4), torch.float32, lambda: torch.zeros(2, 4), 8)
+    for inputs, expected in ((MOST_SUMMED, (Form(8), True)), (MOST_SUMMED + 1, (Form(16), False))):
+        weights = Weights()
+        found = weights.form_of([stored], AS_STORED, takes=lambda form, n=inputs: form.sums(n))
+        assert found == expected
+        assert bool(weights.notes()) == (not found[1])

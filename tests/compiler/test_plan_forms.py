@@ -13,13 +13,14 @@ from transformers import AutoConfig
 
 import kvgraph
 from kvgraph import UnsupportedError
+from kvgraph.compiler.described import Linear, ModelSizes
 from kvgraph.compiler.frontends import measured
 from kvgraph.compiler.frontends.left_plain import left_plain, left_plain_experts
 from kvgraph.compiler.frontends.stored_forms import PLAIN, stored_forms
 from kvgraph.compiler.passes.fuse_rope import fuse_rope
 from kvgraph.compiler.passes.pair_complex import pair_complex
 from kvgraph.contract.safetensors import read_layout
-from kvgraph.ops.packed import E4M3, INT8, NVFP4, Form
+from kvgraph.ops.packed import E4M3, INT8, MOST_SUMMED, NVFP4, Form
 from tests.support import quantized
 from tests.support.models import COMMON, make_model
 from tests.support.plans import LLAMA_8B, plan
@@ -250,6 +251,17 @@ def test_what_a_plan_takes_groups_for(form: str, groups: list[object], expected:
     named = {f"group_{place}": group for place, group in enumerate(groups)}
     config = {"quantization_config": COMPRESSED | {"format": form, "config_groups": named}}
     assert stored_forms(config).linears == expected
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_layers_of_more_inputs_than_kernels_sum_are_counted_in_bfloat16(bits: int) -> None:
+    def nbytes(inputs: int, bits: int) -> int:
+        layer = Linear(16, inputs, has_bias=False)
+        sizes = ModelSizes("", (), 1, 1, 1, 1, (layer,), 0, 0, ())
+        return sizes.weight_bytes("float32", bits, on_cpu=True)
+
+    assert nbytes(MOST_SUMMED, bits) < nbytes(MOST_SUMMED, 16)
+    assert nbytes(MOST_SUMMED + 1, bits) == nbytes(MOST_SUMMED + 1, 16)
 
 
 def test_a_scheme_by_its_name_is_counted_as_plain(tmp_path: Path) -> None:

@@ -80,6 +80,7 @@ def compile_module(module: nn.Module, out: Path, **options: Any) -> Any:
         ({"scale": float("nan")}, "scale: expected a finite number in float32, got nan"),
         ({"window": -1}, "window: expected at least 0, got -1"),
         ({"causal": 2}, "causal: expected 0 or 1, got 2"),
+        ({"causal": 0}, "layer 0: update_and_attend: expected causal=1, since a prompt may come"),
         ({"layer": 99}, "layer: expected one of the 1 layers of kv_blocks, got 99"),
         ({"layer": -1}, "layer: expected one of the 1 layers of kv_blocks, got -1"),
         (

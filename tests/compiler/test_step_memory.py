@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
+from torch import nn
 
 from kvgraph.compiler import step_memory
 from kvgraph.compiler.passes import PassReport
 from kvgraph.compiler.passes.pack_experts import pack_experts
+from kvgraph.contract.devices import HOST
+from kvgraph.contract.dims import TensorType
 from tests.support.programs import packed_by, program_of
 
 
@@ -49,3 +55,50 @@ def test_a_model_without_experts_has_no_note(
 ) -> None:
     monkeypatch.setattr(step_memory, "LARGE", 32 << 20)
     assert step_memory.notes_of(*program_of(model_folder("tiny-llama"), "float32")) == []
+
+
+class Fixed(nn.Module):
+    """Makes a tensor of its weight alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(64, 1 << 16))
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        return values + (self.weight.T * 2).sum()
+
+
+class Viewed(Fixed):
+    """Views its weight, which takes no memory."""
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        return values + self.weight.T[:2].sum()
+
+
+class Spread(Fixed):
+    """Makes a tensor with a row for each entry of `values`."""
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        return values + (values[:, None] * torch.ones(1 << 16)).sum()
+
+
+@pytest.mark.parametrize(
+    ("module", "dim", "expected"),
+    [
+        (Fixed, "total_seq_len", "memory: each step .*, whatever its number of tokens"),
+        (Spread, "total_seq_len", "memory: a step of 2048 .* a smaller max_batch_tokens .*"),
+        (Spread, "num_logits", "memory: a step of 2048 .* a smaller max_batch_tokens .*"),
+        (Spread, "batch_size", "memory: a step of 2048 .* a smaller max_batch_size .*"),
+        (Viewed, "total_seq_len", ""),
+    ],
+)
+def test_the_advice_fits_what_the_tensor_depends_on(
+    module: type[nn.Module], dim: str, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(step_memory, "LARGE", 2 << 20)
+    rows = {0: torch.export.Dim("rows", min=2, max=4096)}
+    program = torch.export.export(module(), (torch.ones(5),), dynamic_shapes=(rows,))
+    signature = SimpleNamespace(inputs=[TensorType("values", "float32", (dim,), HOST)])
+    notes = step_memory.notes_of(program, signature)  # type: ignore[arg-type]
+    assert len(notes) == bool(expected)
+    assert re.fullmatch(expected, "".join(notes))

@@ -15,6 +15,7 @@ import kvgraph
 from kvgraph import ops
 from kvgraph.compiler.export import export
 from kvgraph.compiler.frontends import huggingface
+from kvgraph.compiler.functional import without_writes
 from kvgraph.compiler.model import Model
 from kvgraph.compiler.passes.labels import TOKENS, everything, join, nothing, own
 from kvgraph.compiler.passes.require_tokens_apart import require_tokens_apart
@@ -51,6 +52,12 @@ def follow(before: Step, *after: Step) -> int:
     return require_tokens_apart(program, SIGNATURE).applied
 
 
+def follow_traced(before: Step) -> int:
+    model = Model(Decoder(before), "Decoder", (), 32, 64, "float32")
+    program = without_writes(export(model, SIGNATURE, return_buffers=False))
+    return require_tokens_apart(program, SIGNATURE).applied
+
+
 def experts(decoder: Decoder, x: torch.Tensor) -> torch.Tensor:
     """Each token's two best of four; their weights are gathered by what the router says."""
     weights, chosen = x[:, :4].softmax(-1).topk(2, -1)
@@ -78,6 +85,12 @@ def set_where(_: Any, x: torch.Tensor) -> torch.Tensor:
 def set_columns(_: Any, x: torch.Tensor) -> torch.Tensor:
     whole = x.clone()
     whole[:, torch.tensor([0, 3])] += x[:, :2]
+    return whole
+
+
+def written_over(_: Any, x: torch.Tensor) -> torch.Tensor:
+    whole = x.clone()
+    whole[:, -1] = 0.5
     return whole
 
 
@@ -138,6 +151,13 @@ MIXED: dict[str, Step] = {
     "rows by index": set_rows,
     "numbers by a mask": set_in_order,
     "flipped": lambda d, x: x.flip(0),
+    "weight over tokens": lambda d, x: functional.layer_norm(x, (32,), x.mean(0)),
+    "bias over tokens": lambda d, x: functional.layer_norm(x, (32,), None, x.mean(0)),
+    "native norm": lambda d, x: torch.native_layer_norm(x, [32], x.mean(0), None, 1e-5)[0],
+    "rms weight over tokens": lambda d, x: functional.rms_norm(x, (32,), x.mean(0)),
+    "group weight over tokens": lambda d, x: functional.group_norm(x, 4, x.mean(0)),
+    "number of some": lambda d, x: x * torch.nonzero(x[:, 0] > 0).shape[0],
+    "ones of some": lambda d, x: x * torch.ones_like(x[x > 0]).sum(),
 }
 
 
@@ -146,12 +166,14 @@ def test_tokens_that_stay_apart(name: str) -> None:
     assert follow(APART[name]) == 3, "a store, an attention and the logits"
 
 
+@pytest.mark.parametrize("is_traced", [False, True])
 @pytest.mark.parametrize("name", MIXED)
-def test_tokens_that_are_mixed(name: str) -> None:
+def test_tokens_that_are_mixed(name: str, is_traced: bool) -> None:
+    """`is_traced`: without in-place writes, as a compile follows it."""
     with pytest.raises(
         kvgraph.UnsupportedError, match=r"k of store_kv in layer 0 to depend on its"
     ):
-        follow(MIXED[name])
+        (follow_traced if is_traced else follow)(MIXED[name])
 
 
 def by_index(count: int) -> Step:
@@ -180,6 +202,60 @@ def test_a_shift_of_any_length(shift: str, count: int) -> None:
         follow(SHIFTS[shift](count))
 
 
+def pad(x: torch.Tensor, count: int) -> torch.Tensor:
+    return functional.pad(x, (0, 0, count, 0))[: x.shape[0]]
+
+
+def behind(x: torch.Tensor, count: int) -> torch.Tensor:
+    return torch.cat([torch.zeros(count, 32), x])[: x.shape[0]]
+
+
+def flat(x: torch.Tensor, count: int) -> torch.Tensor:
+    moved = functional.pad(x.reshape(-1), (32 * count, 0))
+    return moved[: x.shape[0] * 32].view(-1, 32)
+
+
+def where(x: torch.Tensor, moves: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+    at = torch.arange(x.shape[0])
+    return x[torch.where(moves(at), at - 1, at)]
+
+
+HIDDEN_SHIFTS: dict[str, Step] = {
+    "two": lambda d, x: x + pad(pad(x, 800), 800),
+    "two of other lengths": lambda d, x: x + pad(pad(x, 400), 5000),
+    "three by one": lambda d, x: x + pad(pad(pad(x, 1), 1), 1),
+    "two joined": lambda d, x: x + behind(behind(x, 400), 400),
+    "as many as a short step": lambda d, x: x + x.roll(1, 0).roll(2, 0),
+    "flat": lambda d, x: x + flat(x, 400),
+    "flat and far": lambda d, x: x + flat(x, 20_000),
+    "far": lambda d, x: x + pad(x, 20_000),
+    "far in parts": lambda d, x: torch.cat([x[:, 16:], pad(pad(x, 6000), 6000)[:, :16]], -1),
+    "far index": lambda d, x: functional.pad(x, (0, 0, 0, 12_000))[
+        torch.arange(x.shape[0]) + 6000 + 6000
+    ],
+    "rest of the step": lambda d, x: x.roll(x.shape[0] % 3, 0),
+    "behind the short step": lambda d, x: x.roll(x.shape[0] - 3, 0),
+    "quotients": lambda d, x: where(x, lambda at: at // 50 // 50 > 0),
+    "squares": lambda d, x: where(x, lambda at: at**2 > 10**6),
+    "from a far place on": lambda d, x: where(x, lambda at: at >= 20_000),
+    "behind a table": lambda d, x: (
+        x + torch.arange(600.0)[torch.arange(x.shape[0]) ^ 512][:, None] + pad(pad(x, 800), 800)
+    ),
+}
+
+
+@pytest.mark.parametrize("name", HIDDEN_SHIFTS)
+def test_shifts_that_no_number_of_the_program_tells(name: str) -> None:
+    with pytest.raises(kvgraph.UnsupportedError, match=r"got other tokens through"):
+        follow(HIDDEN_SHIFTS[name])
+
+
+def test_a_constant_part_that_is_taken_back() -> None:
+    """Along a dim that does not grow, a part without tokens is no shift."""
+    assert follow(lambda d, x: x + torch.stack([x, torch.zeros_like(x)], -1)[..., 1]) == 3
+    assert follow_traced(written_over) == 3
+
+
 def test_numbers_that_move_no_token() -> None:
     """Sizes of features, and a table of positions that ends: longer steps have no place in it."""
     table = torch.arange(600.0)
@@ -204,6 +280,7 @@ def test_an_index_that_no_step_of_three_tokens_has() -> None:
         lambda _, x, at: torch.roll(x, 1, 0)[at.long()],
         lambda _, x, at: x[(at.long() - 1).clamp(min=0)],
         lambda _, x, at: x[at.long()] + x.amax(0),
+        lambda _, x, at: x[torch.arange(at.shape[0])],
     ],
 )
 def test_logits_of_other_tokens(after: Step) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -84,6 +85,29 @@ def test_a_plan_launches_what_is_compiled_and_says_what_scratch_holds() -> None:
 def test_more_experts_than_a_program_holds_are_refused() -> None:
     with pytest.raises(UnsupportedError, match=r"experts: expected at most 1024 .*, got 1025"):
         experts_variants(replace(QWEN3_30B, experts=1025), "sm_90")
+
+
+@pytest.mark.parametrize("arch", ["sm_75", "sm_80", "sm_90"])
+@pytest.mark.parametrize("bits", [8, 4])
+def test_layers_that_no_grid_holds_are_refused(arch: str, bits: int) -> None:
+    wide = LinearShape("bfloat16", bits, 256, (1 << 24, 0, 0))
+    text = "quantized_linear: expected a layer of at most {} on cuda, got {}; split the layer"
+    for planned in (linear_variants, partial(plan_linear, rows=1)):
+        with pytest.raises(UnsupportedError, match=text.format(r"\d+ columns", 1 << 24)):
+            planned(wide, arch)
+    deep = LinearShape("bfloat16", bits, 1 << 24, (256, 0, 0))
+    with pytest.raises(UnsupportedError, match=text.format(r"\d+ inputs", 1 << 24)):
+        linear_variants(deep, arch)
+    for name in ("in_features", "inner_features"):
+        large = replace(QWEN3_30B, **{name: 1 << 24})
+        with pytest.raises(UnsupportedError, match=r"experts: expected a layer of .* columns on"):
+            experts_variants(large, arch)
+
+
+def test_the_most_columns_of_a_grid_are_planned() -> None:
+    most = LinearShape("bfloat16", 8, 4096, (65535 * 32, 0, 0))
+    (launch,) = plan_linear(most, "sm_90", 1).launches
+    assert launch.grid == (1, 65535)
 
 
 def test_tiles_of_linear_layers_grow_with_the_rows() -> None:

@@ -193,8 +193,8 @@ def test_numbers_out_of_range(manager: PagedKVCacheManager) -> None:
     text = "replica_idx below data_parallel_degree=2, got"
     fails(manager, lambda: manager.claim("b", 2), ValueError, text + " 2")
     fails(manager, lambda: manager.num_free_blocks(-1), ValueError, text + " -1")
-    ctx.active_length = 40
-    fails(manager, lambda: manager.alloc(ctx), ValueError, "active_length.*0 to 5 .*got 40")
+    ctx.processed_length = 4
+    fails(manager, lambda: manager.alloc(ctx), ValueError, "active_length.*0 to 1 .*got 5")
 
 
 def test_a_released_request_must_be_rewound(manager: PagedKVCacheManager) -> None:
@@ -271,6 +271,14 @@ def test_a_key_that_cannot_be_hashed(manager: PagedKVCacheManager) -> None:
         PaddedKVCacheManager(make_params(), 2, 8).claim(key)
 
 
+@pytest.mark.parametrize("kind", ["paged", "continuous", "padded"])
+@pytest.mark.parametrize("call", ["release", "contains"])
+def test_a_key_that_no_request_can_have(manager: PagedKVCacheManager, kind: str, call: str) -> None:
+    one: Any = manager if kind == "paged" else one_of_slots(kind)
+    with pytest.raises(RequestError, match=r"^request_id: expected a hashable key, got \['x'\]$"):
+        getattr(one, call)(["x"])
+
+
 @pytest.mark.parametrize("value", [1.5, "1", None, True])
 def test_numbers_of_calls_are_whole(manager: PagedKVCacheManager, value: Any) -> None:
     ctx = start(manager, "a", range(5))
@@ -336,11 +344,10 @@ def one_of_slots(kind: str) -> ContinuousBatchingKVCacheManager | PaddedKVCacheM
     return kinds[kind](make_params(), 3, 24)
 
 
-@pytest.mark.parametrize("length", [-1, 10])
-def test_a_part_of_a_request_that_is_none(manager: PagedKVCacheManager, length: int) -> None:
+def test_a_part_of_a_request_that_is_none(manager: PagedKVCacheManager) -> None:
     ctx = start(manager, "a", range(9))
-    ctx.active_length = length
-    text = f"^active_length of 'a': expected 0 to 9 tokens, the rest of 9, got {length}$"
+    ctx.processed_length = 1
+    text = "^active_length of 'a': expected 0 to 8 tokens, the rest of 9, got 9$"
     fails(manager, lambda: manager.runtime_inputs([[ctx], []]), RequestError, text)
 
 

@@ -1,17 +1,21 @@
-"""Memory figures of the spec, and the arithmetic in the errors."""
+"""Memory figures of the spec, the arithmetic in the errors, and tables that do not fit."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import pytest
 
 from kvgraph.contract.devices import Device
 from kvgraph.contract.params import KVCacheParams
 from kvgraph.contract.trees import MultiKVCacheParams
-from kvgraph.errors import ParamsError
+from kvgraph.errors import CapacityError, ParamsError
 from kvgraph.kv.memory import most_logits, plan_leaves, plan_memory
 from kvgraph.kv.paged import PagedKVCacheManager
+from tests.support.builders import make_manager, snapshot, start
 
 LLAMA_8B = KVCacheParams("bfloat16", n_kv_heads=8, head_dim=128, num_layers=32, page_size=128)
 GIB = 1 << 30
@@ -106,3 +110,50 @@ def test_requests_that_fit_are_none_or_more(batch: int, pages: int) -> None:
 
 def test_rows_of_logits_of_a_step() -> None:
     assert [most_logits(*given) for given in ((256, 2048), (256, 16), (1, 128))] == [384, 16, 128]
+
+
+@contextmanager
+def tables_below(nbytes: int) -> Iterator[None]:
+    """A system that refuses int32 arrays of `nbytes` or more."""
+    own = np.zeros
+
+    def zeros(shape: Any, dtype: Any = float) -> Any:
+        if dtype == np.int32 and np.prod(shape, dtype=np.int64) * 4 >= nbytes:
+            raise MemoryError
+        return own(shape, dtype)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(np, "zeros", zeros)
+        yield
+
+
+@pytest.mark.parametrize(
+    ("pages", "rows", "text"),
+    [
+        (32, 1 << 14, r"lookup_table: expected 1.0 MiB of host memory for \[16384, 16\]"),
+        (1 << 13, 32, r"lookup_table: expected 1.0 MiB of host memory for \[32, 8192\]"),
+        (1, 1 << 18, r"lookup_table: expected 1.0 MiB of host memory for \[262144, 1\]"),
+    ],
+)
+def test_tables_that_do_not_fit_are_one_sentence(pages: int, rows: int, text: str) -> None:
+    """The table of the pool, and those of a batch."""
+    with tables_below(1 << 20), pytest.raises(CapacityError, match=f"^{text}, which the system"):
+        make_manager(pages, rows)
+
+
+def test_a_table_that_cannot_grow_changes_no_request() -> None:
+    manager = make_manager(pages=40, rows=3, dp=2, page_size=1)
+    a, b = start(manager, "a", range(4)), start(manager, "b", range(4), 1)
+    text = r"^lookup_table: expected .* of host memory for \[3, 32\], which the system refused"
+    with tables_below(4 * 3 * 32):
+        for call in (
+            lambda: manager.alloc(b, 1, num_steps=20),
+            lambda: manager.alloc_batch([[a], [b]], num_steps=20),
+        ):
+            before = snapshot(manager)
+            with pytest.raises(CapacityError, match=text):
+                call()
+            assert snapshot(manager) == before
+    manager.alloc_batch([[a], [b]], num_steps=20)
+    table = manager.runtime_inputs([[a], [b]]).inputs[1].lookup_table
+    assert np.asarray(table).tolist() == [[*range(4)]]

@@ -100,4 +100,7 @@ def test_numbers_are_whole(replica: Any) -> None:
         null.claim("a", -1)
     with pytest.raises(RequestError, match=r"^request_id: expected a hashable key, got \[\]$"):
         null.claim([])  # type: ignore[arg-type]
+    for call in (null.release, null.contains):
+        with pytest.raises(RequestError, match=r"^request_id: expected a hashable key, got \[\]$"):
+            call([])
     assert not null.contains("a")

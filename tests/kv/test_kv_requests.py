@@ -53,6 +53,20 @@ def test_skip_and_rewind() -> None:
     assert lengths(ctx) == (0, 10, 10)
 
 
+@pytest.mark.parametrize("count", [1.5, "1", None, True, -1, 4])
+def test_an_active_length_is_a_part_of_the_rest(count: Any) -> None:
+    ctx = TextContext("a", [1, 2, 3])
+    with pytest.raises(RequestError, match=r"^active_length of 'a': expected .*, got .*"):
+        ctx.active_length = count
+    assert lengths(ctx) == (0, 3, 3)
+    given: Any = np.int64(2)
+    ctx.active_length = given
+    assert type(ctx.active_length) is int
+    ctx.update()
+    with pytest.raises(RequestError, match="expected 0 to 1 tokens, the rest of 3, got 2"):
+        ctx.active_length = 2
+
+
 @pytest.mark.parametrize("count", [0.5, "1", None, True])
 def test_a_skip_is_a_whole_number(count: Any) -> None:
     ctx = TextContext("a", range(10))

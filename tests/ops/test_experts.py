@@ -15,7 +15,7 @@ from kvgraph.compiler.packed_weights import Packed, pack_each
 from kvgraph.errors import KernelError
 from kvgraph.ops import EXPERTS, native, torch_ops
 from kvgraph.ops._experts import experts
-from kvgraph.ops.packed import GELU, GELU_TANH, SILU
+from kvgraph.ops.packed import GELU, GELU_TANH, MOST_SUMMED, SILU
 from tests.ops.test_linear import ISAS
 from tests.support.isa import forced_isa
 
@@ -291,3 +291,29 @@ def test_refusals_name_operand_and_both_values(case: str) -> None:
     with pytest.raises(KernelError) as refusal:
         torch_ops.fake(EXPERTS)(*tensors, **DEFAULTS | attributes | other)
     assert str(refusal.value) == f"experts: {sentence}"
+
+
+@pytest.mark.parametrize(
+    ("inputs", "inner", "name"),
+    [(MOST_SUMMED + 1, 1, "x: dim in_features"), (1, MOST_SUMMED + 1, "inner_features")],
+)
+@pytest.mark.parametrize("bits", [8, 4])
+def test_more_inputs_than_int32_sums_are_refused(
+    inputs: int, inner: int, name: str, bits: int
+) -> None:
+    wide, narrow = np.ones((inner, inputs), np.float32), np.ones((inputs, inner), np.float32)
+    up, down = pack_each([([wide, wide], [])], bits), pack_each([([narrow], [])], bits)
+    given: list[Array | None] = [np.ones((1, inputs), np.float32), np.zeros((1, 1), np.int32)]
+    given += [np.ones((1, 1), np.float32), up.weight, down.weight, *rest(up), *rest(down), None]
+    attributes = {"inner_features": inner, "bits": bits}
+    expected = (
+        f"experts: {name}: expected at most {MOST_SUMMED} for {bits} bits without groups, got "
+        f"{MOST_SUMMED + 1}"
+    )
+    with pytest.raises(KernelError) as refusal:
+        run(given, attributes)
+    assert str(refusal.value) == expected
+    tensors = [None if array is None else torch.from_numpy(array) for array in given]
+    with pytest.raises(KernelError) as refusal:
+        torch_ops.fake(EXPERTS)(*tensors, **DEFAULTS | attributes)
+    assert str(refusal.value) == expected

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from kvgraph.compiler.packed_weights import Packed, pack
 from kvgraph.ops import LINEAR, native, torch_ops
 from kvgraph.ops._linear import linear
-from kvgraph.ops.packed import quantize_rows, unpack
+from kvgraph.ops.packed import MOST_SUMMED, quantize_rows, unpack
 from tests.support.isa import forced_isa
 from tests.support.linears import refusals, require_equal_rows
 
@@ -102,6 +102,35 @@ def test_sums_of_the_largest_numbers_neither_saturate_nor_overflow(
     with forced_isa(isa):
         found = native.run(LINEAR, x, lines, scales, group_bytes, None, None, **attributes)
     np.testing.assert_allclose(found, x @ weights.T, rtol=1e-6, atol=0.01)
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("isa", ISAS)
+def test_the_most_inputs_are_summed_exactly_and_more_are_refused(isa: str, bits: int) -> None:
+    for extra in (0, 1):
+        x = np.ones((1, MOST_SUMMED + extra), np.float32)
+        packed = pack([np.stack([x[0], -x[0]])], bits)
+        given_ = [x, *operands(packed), None]
+        attributes = {"out_features": 2, "bits": bits}
+        with forced_isa(isa):
+            if not extra:
+                found = native.run(LINEAR, *given_, **attributes)
+                np.testing.assert_array_equal(found, linear(*given_, **attributes))  # type: ignore[arg-type]
+                np.testing.assert_allclose(found, [[MOST_SUMMED, -MOST_SUMMED]], rtol=1e-6)
+            else:
+                sentence = (
+                    f"linear: x: dim in_features: expected at most {MOST_SUMMED} for {bits} bits "
+                    f"without groups, got {MOST_SUMMED + 1}"
+                )
+                assert refusals(given_, attributes) == [sentence] * 2
+
+
+@pytest.mark.parametrize("bits", [32, 16])
+def test_floats_have_any_number_of_inputs(bits: int) -> None:
+    x = np.ones((1, MOST_SUMMED + 1), np.float32)
+    given_ = [x, *operands(pack([x], bits)), None]
+    found = native.run(LINEAR, *given_, out_features=1, bits=bits)
+    np.testing.assert_allclose(found, [[MOST_SUMMED + 1]], rtol=1e-5)
 
 
 @pytest.mark.parametrize("bits", [32, 16, 8, 4])

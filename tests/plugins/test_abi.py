@@ -5,18 +5,25 @@ from __future__ import annotations
 import ctypes
 import gc
 import os
+import shutil
 import signal
 import struct
+import subprocess
 import threading
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import ModuleType
+from typing import Any, cast
 
 import numpy as np
 import pytest
 
+import kvgraph.onnx
 from kvgraph.errors import KernelError
-from kvgraph.ops import LINEAR, PAGED_ATTENTION, native, packed
+from kvgraph.ops import LINEAR, PAGED_ATTENTION, cuda_native, native, packed
 from kvgraph.ops.header import ABI_VERSION, ACTIVATIONS, CODES, header
+from kvgraph.runtime.sessions.onnxruntime import register_ops
 from tests.support.conformance import Case, build, check
 
 PLUGINS = Path(__file__).parents[2] / "plugins"
@@ -95,6 +102,65 @@ def test_a_missing_library_says_how_to_get_it() -> None:
         KernelError, match=r"libkvgraph_nothing\..*: expected in _native .* pip install"
     ):
         native.library_path("nothing")
+
+
+class Options:
+    """Of a session of ONNX Runtime."""
+
+    def register_custom_ops_library(self, path: str) -> None:
+        raise AssertionError(path)
+
+
+USERS: dict[str, tuple[ModuleType, Callable[[], object]]] = {
+    "cpu": (native, lambda: native.Library(native.library_path("cpu"))),
+    "onnxruntime": (native, lambda: register_ops(cast(Any, Options()))),
+    "a host's onnxruntime": (native, kvgraph.onnx.library_path),
+    "cuda": (cuda_native, cuda_native.Launcher),
+    "tensorrt": (cuda_native, cuda_native.plugins_path),
+}
+
+
+@pytest.mark.parametrize("user", USERS)
+@pytest.mark.parametrize("case", ["empty", "another", "old", "missing"])
+def test_a_library_that_is_damaged_or_of_another_build_is_refused(
+    user: str, case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "library.so"
+    messages = {
+        "empty": rf"^{path}: expected a library of this kvgraph package, .*file too short",
+        "another": rf"^{path}: expected a library of this .*undefined symbol: kvg_\w*abi_version",
+        "old": rf"^{path}: expected ABI version \d+ of this kvgraph package, got 1; install both",
+        "missing": r"^library.so: expected in _native of the kvgraph package, found in none",
+    }
+    if case == "empty":
+        path.touch()
+    elif case != "missing":
+        functions = ("kvg_abi_version", "kvg_cuda_abi_version") if case == "old" else ("other",)
+        build_library(
+            path, "".join(f"unsigned {name}(void) {{ return 1; }}\n" for name in functions)
+        )
+    module, use = USERS[user]
+    native.library()  # the session's own check of the processor
+
+    def given(name: str) -> Path:
+        if case == "missing":
+            raise KernelError(
+                "library.so: expected in _native of the kvgraph package, found in none"
+            )
+        return path
+
+    monkeypatch.setattr(module, "library_path", given)
+    with pytest.raises(KernelError, match=messages[case]):
+        use()
+
+
+def build_library(path: Path, source: str) -> None:
+    """A shared library of C. Skips without a compiler."""
+    compiler = next((c for c in ("cc", "gcc", "clang") if shutil.which(c)), None)
+    if compiler is None:
+        pytest.skip("no C compiler to build a library with")
+    command = [compiler, "-shared", "-fPIC", "-x", "c", "-", "-o", str(path)]
+    subprocess.run(command, input=source, text=True, check=True)
 
 
 def test_layout_is_that_of_the_header() -> None:

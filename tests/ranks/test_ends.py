@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -16,7 +17,7 @@ import numpy as np
 import pytest
 
 import kvgraph
-from kvgraph.errors import RankError
+from kvgraph.errors import ArtifactError, RankError
 from kvgraph.ops.group import Group, shared_bytes
 from kvgraph.runtime.ranks import leader, meeting
 from kvgraph.runtime.ranks.follower import Follower
@@ -127,6 +128,42 @@ def test_timeouts_that_no_clock_counts(seconds: float, two: Path) -> None:
     sentence = "collective_timeout: expected more than 0 s, and 86400 s at most, got"
     with pytest.raises(RankError, match=sentence):
         kvgraph.load(two).session(collective_timeout=seconds)
+
+
+LEFT = """
+import os, sys
+import kvgraph
+
+engine = kvgraph.Engine(sys.argv[1], num_pages=16)
+few, prompt = kvgraph.SamplingParams(max_new_tokens=2), [[5, 9, 33, 120, 7]]
+expected = engine.generate(prompt, few)[0].token_ids
+for how in ("closed", "freed", "left to the interpreter"):
+    if not (child := os.fork()):
+        if how == "closed":
+            engine.close()
+        if how == "freed":
+            del engine
+        sys.exit()
+    print(os.waitpid(child, 0)[1], flush=True)
+print(engine.generate(prompt, few)[0].token_ids == expected)
+"""
+
+
+def test_a_forked_child_leaves_the_ranks_to_its_parent(two: Path) -> None:
+    command = [sys.executable, "-c", LEFT, str(two)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert (done.stdout, done.stderr) == ("0\n0\n0\nTrue\n", "")
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_step_of_overwritten_weights_is_refused(rank: int, two: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(two, tmp_path / "two.kvg")
+    with kvgraph.Engine(folder, num_pages=16) as engine:
+        engine.generate([PROMPT], GREEDY)
+        file = engine.artifact.folder / ("rank1/" * rank + "weights.safetensors")
+        os.utime(file)
+        with pytest.raises(ArtifactError, match=f"^{file}: expected the file as the session"):
+            engine.generate([PROMPT], GREEDY)
 
 
 def test_rank_0_that_has_ended_is_not_waited_for(compiled: Callable[..., Path]) -> None:

@@ -54,7 +54,7 @@ def fake_machine(
     driver = FakeDriver()
     trt = FakeTensorRT(driver, hosted=["max_lengths"])
     install(monkeypatch, driver, tensorrt_rtx=trt)
-    monkeypatch.setattr(tensorrt_engine, "library_path", lambda name: Path(f"lib{name}.so"))
+    monkeypatch.setattr(tensorrt_engine, "plugins_path", lambda: Path("libtensorrt.so"))
 
     def make(model: str, **changes: Any) -> Path:
         options = changes.pop("options", {})

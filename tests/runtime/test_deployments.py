@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -16,10 +17,13 @@ import kvgraph
 from kvgraph import AsyncEngine, Engine, SamplingParams
 from kvgraph.errors import ArtifactError
 from kvgraph.runtime import machine
+from kvgraph.runtime.artifact import Artifact
 from tests.support.artifacts import Compiled
 
 FEW = SamplingParams(max_new_tokens=4, ignore_eos=True)
 PROMPT = [[*range(3, 40)]]
+WEIGHTS = "weights.safetensors"
+OVERWRITTEN = rf"{WEIGHTS}: expected the file as the session opened it, got .* by rename$"
 ANOTHER = "expected the artifact that was loaded, got another one in its place; load it again"
 
 
@@ -66,11 +70,102 @@ def test_an_equal_artifact_is_taken(folder: Path, compiled: Compiled) -> None:
     Engine(loaded).close()
 
 
-def test_a_running_engine_keeps_its_artifact(folder: Path, compiled: Compiled) -> None:
+def edit(file: Path) -> None:
+    """Other bytes in the same inode, as `cp` and `rsync --inplace` write them; the size stays."""
+    with file.open("r+b") as opened:
+        opened.seek(file.stat().st_size // 2)
+        opened.write(b"\x3f" * 4096)
+
+
+def cut(file: Path) -> None:
+    os.truncate(file, 1000)
+
+
+@pytest.mark.parametrize("change", [edit, cut])
+@pytest.mark.parametrize(
+    ("backend", "name"),
+    [
+        ("onnx", WEIGHTS),
+        ("onnx", "model.onnx"),
+        ("onnx", "tokenizer.json"),
+        ("torch", WEIGHTS),
+        ("torch", "model.pt2"),
+    ],
+)
+def test_a_file_that_is_changed_after_it_was_loaded_is_refused(
+    backend: str, name: str, change: Callable[[Path], None], compiled: Compiled, tmp_path: Path
+) -> None:
+    folder = shutil.copytree(compiled("tiny-llama", backend), tmp_path / "served.kvg")
+    loaded = kvgraph.load(folder)
+    change(folder / name)
+    for open_it in (Engine, Artifact.session):
+        with pytest.raises(ArtifactError, match=rf"^{folder / name}: .*expected .* manifest, got"):
+            open_it(loaded)
+
+
+def remove(folder: Path, _: Path) -> None:
+    shutil.rmtree(folder)
+
+
+def touch_no_byte(folder: Path, _: Path) -> None:
+    (folder / WEIGHTS).chmod(0o400)
+    (folder / "link").hardlink_to(folder / WEIGHTS)
+
+
+@pytest.mark.parametrize("change", [exchange, remove, touch_no_byte])
+@pytest.mark.parametrize("backend", ["onnx", "torch"])
+def test_a_running_engine_keeps_its_artifact(
+    backend: str, change: Callable[[Path, Path], None], compiled: Compiled, tmp_path: Path
+) -> None:
+    folder = shutil.copytree(compiled("llama", backend), tmp_path / "served.kvg")
     with Engine(folder) as engine:
         before = engine.generate(PROMPT, FEW)[0].token_ids
-        exchange(folder, compiled("qwen3"))
+        change(folder, compiled("qwen3", backend))
         assert engine.generate(PROMPT, FEW)[0].token_ids == before
+
+
+@pytest.mark.parametrize("change", [edit, cut])
+@pytest.mark.parametrize("backend", ["onnx", "torch"])
+def test_an_engine_whose_weights_are_overwritten_says_so(
+    backend: str, change: Callable[[Path], None], compiled: Compiled, tmp_path: Path
+) -> None:
+    folder = shutil.copytree(compiled("llama", backend), tmp_path / "served.kvg")
+    with Engine(folder) as engine:
+        engine.generate(PROMPT, FEW)
+        change(folder / WEIGHTS)
+        for _ in range(2):
+            with pytest.raises(ArtifactError, match=OVERWRITTEN):
+                engine.generate(PROMPT, FEW)
+        with pytest.raises(ArtifactError, match=OVERWRITTEN):
+            engine.submit(PROMPT[0], FEW)
+
+
+def test_pages_of_other_weights_reach_no_tier(folder: Path, tmp_path: Path) -> None:
+    """A later engine would take them for its own."""
+    intact = shutil.copytree(folder, tmp_path / "intact.kvg")
+    disk = tmp_path / "pages"
+    with Engine(intact) as engine:
+        expected = engine.generate(PROMPT, FEW)[0].token_ids
+    with Engine(folder, disk=disk) as engine:
+        engine.submit(PROMPT[0], FEW)
+        edit(folder / WEIGHTS)
+        with pytest.raises(ArtifactError, match=OVERWRITTEN):
+            engine.step()
+    with Engine(intact, disk=disk) as engine:
+        done = engine.generate(PROMPT, FEW)[0]
+        assert (done.token_ids, done.cached_tokens) == (expected, 0)
+
+
+def test_an_async_engine_whose_weights_are_overwritten_ends(folder: Path) -> None:
+    async def main() -> None:
+        async with AsyncEngine(Engine(folder)) as engine:
+            await engine.generate(PROMPT[0], FEW)
+            edit(folder / WEIGHTS)
+            done = await engine.generate(PROMPT[0], FEW)
+            assert re.search(OVERWRITTEN, str(done.error))
+            assert engine.is_closed
+
+    asyncio.run(main())
 
 
 def test_a_working_folder_that_changes(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -163,6 +258,18 @@ print(list(kvgraph.Engine(sys.argv[1]).generate(prompt, few)[0].token_ids))
 command = [sys.executable, "-c", there, folder]
 expected = eval(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
 """
+OPEN = "engine = kvgraph.Engine(folder); expected = engine.generate(prompt, few)[0].token_ids"
+REFUSED = """
+    for call in (engine.step, lambda: engine.generate(prompt), lambda: next(engine.stream([5]))):
+        try:
+            call()
+        except kvgraph.RequestError as error:
+            assert "expected the process that opened it, got a fork of it; open" in str(error)
+        else:
+            raise AssertionError(call)
+    engine.close()
+    assert kvgraph.Engine(folder, num_threads=1).generate(prompt, few)[0].token_ids == expected
+"""
 SAME = "assert kvgraph.Engine(folder).generate(prompt, few)[0].token_ids == expected"
 MORE = """
     try:
@@ -181,9 +288,11 @@ COMPILE = "kvgraph.compile(model, f'{folder}.made', force=True, check=False)"
         ("torch", ENGINE, SAME),
         ("torch", ENGINE, MORE),
         ("torch", OWN + ENGINE_THERE, SAME),
+        ("onnx", OPEN, REFUSED),
+        ("torch", OPEN, REFUSED),
         ("onnx", COMPILE, COMPILE),
     ],
-    ids=["onnx", "torch", "more threads", "torch of its own", "compile"],
+    ids=["onnx", "torch", "more threads", "torch of its own", "its", "its torch", "compile"],
 )
 def test_a_forked_child_does_as_its_parent(
     backend: str,

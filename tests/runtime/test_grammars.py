@@ -96,6 +96,24 @@ def test_keys_that_are_counted_right(schema: Any) -> None:
     assert grammar_of({"guided_json": schema}) is not None
 
 
+@pytest.mark.parametrize(
+    ("given", "ended"),
+    [
+        ({"guided_regex": "a\\"}, {"guided_regex": "a\\\\"}),
+        ({"guided_json": {"pattern": "a\\\\\\"}}, {"guided_json": {"pattern": "a\\\\"}}),
+        (
+            {"guided_json": {"items": {"patternProperties": {"\\": {}}}}},
+            {"guided_json": {"properties": {"pattern": {"const": {"pattern": "\\"}}}}},
+        ),
+    ],
+)
+def test_a_lone_backslash_at_the_end(given: Any, ended: Any) -> None:
+    """llguidance would leave it out."""
+    with pytest.raises(RequestError, match=r"expected a regular expression without a lone backsl"):
+        grammar_of(given)
+    assert grammar_of(ended) is not None
+
+
 @pytest.mark.parametrize("sign", [":", " ::="])
 def test_rules(sign: str) -> None:
     """Three thousand in a chain would end the process."""

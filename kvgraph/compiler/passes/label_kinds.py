@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from kvgraph.compiler.passes import token_functions
-from kvgraph.compiler.passes.token_functions import CREATED, LAYOUT
+from kvgraph.compiler.passes.token_functions import CREATED, LAYOUT, VIEWS
 from kvgraph.ops import torch_ops
 
 aten = torch.ops.aten
@@ -21,7 +20,11 @@ MOVED = (
     *(aten.roll, aten.flip, aten.tile, aten.unfold, aten.diagonal, aten.triu, aten.tril),
     *(aten.numpy_T, aten.mT, aten.adjoint, aten.diagonal_scatter),
 )
-VIEWS = (*token_functions.VIEWS, aten.view_as)
+ALONG_ONE = (aten.cat, aten.concat, aten.slice_scatter, aten.repeat_interleave, aten.copy)
+"""Operators of MOVED that move elements along one dim, if any, to many places."""
+OVERWRITES = (aten.copy, aten.slice_scatter, aten.select_scatter, aten.diagonal_scatter)
+"""Operators of MOVED whose result has no element of a part that is written over."""
+RESHAPED = (*VIEWS, aten.view_as, aten.reshape, aten.flatten, aten.unflatten)
 SIZES = (aten.sym_size, aten.sym_stride, aten.sym_numel, aten.sym_storage_offset)
 ALONG = (
     *(aten.softmax, aten._softmax, aten.log_softmax, aten._log_softmax, aten.cumsum, aten.cumprod),

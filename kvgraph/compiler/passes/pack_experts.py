@@ -37,7 +37,8 @@ def pack_experts(program: ExportedProgram, bits: int | None, weights: Weights) -
 def _packed(program: ExportedProgram, mixture: MatchedExperts, bits: int, weights: Weights) -> Node:
     up, down, inner = mixture.up, mixture.down, mixture.down.inputs
     halves = [mixture.gate.gate, mixture.gate.up]
-    form, is_kept = mixture.form(weights, bits)
+    widest = max(up.inputs, down.inputs)
+    form, is_kept = mixture.form(weights, bits, takes=lambda form: form.sums(widest))
     given = [
         *_add(program, up, [inner, inner], form, is_kept, weights, halves),
         *_add(program, down, [down.columns], form, is_kept, weights, [slice(None)]),

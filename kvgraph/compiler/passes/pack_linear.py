@@ -46,7 +46,8 @@ def pack_linear(program: ExportedProgram, bits: int, weights: Weights) -> PassRe
 def _rewrite(program: ExportedProgram, group: Group, bits: int, weights: Weights) -> None:
     graph, first = program.graph, group.layers[0]
     inputs = first.weight.shape[1]
-    form, is_kept = weights.form_of([layer.source(weights) for layer in group.layers], bits)
+    sources = [layer.source(weights) for layer in group.layers]
+    form, is_kept = weights.form_of(sources, bits, takes=lambda form: form.sums(inputs))
 
     def make() -> Iterator[Packed]:
         sections = [

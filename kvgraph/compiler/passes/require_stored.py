@@ -101,6 +101,10 @@ def _require_fits(where: str, spec: OpSpec, given: Mapping[str, Any]) -> None:
         check_call(spec, values)
     except KernelError as error:
         raise UnsupportedError(f"{where}: {error}") from error
+    if not values.get("causal", 1):
+        raise UnsupportedError(
+            f"{where}: {spec.name}: expected causal=1, since a prompt may come in chunks, got 0"
+        )
 
 
 def require_planned(program: ExportedProgram, signature: GraphSignature, plan: CachePlan) -> None:

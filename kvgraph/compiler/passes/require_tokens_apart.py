@@ -17,15 +17,12 @@ from torch._higher_order_ops.auto_functionalize import auto_functionalized_v2
 from torch.export import ExportedProgram
 from torch.export.graph_signature import OutputKind
 from torch.fx import Node
-from torch.utils._pytree import tree_leaves
 
 from kvgraph.compiler.cache import CachePlan, as_paged
 from kvgraph.compiler.export import export, lowering
 from kvgraph.compiler.model import Model
 from kvgraph.compiler.passes import PassReport
-from kvgraph.compiler.passes.label_kinds import VIEWS
-from kvgraph.compiler.passes.labels import TOKENS, everything, nothing, own
-from kvgraph.compiler.passes.token_functions import packet
+from kvgraph.compiler.passes.labels import LONG_STEP, TOKENS, everything, nothing, own
 from kvgraph.compiler.passes.token_labels import TokenLabels
 from kvgraph.compiler.passes.writes import base_of, writes_are_plain, written_by
 from kvgraph.compiler.sources import place
@@ -35,14 +32,7 @@ from kvgraph.contract.signature import GraphSignature
 from kvgraph.errors import UnsupportedError
 from kvgraph.ops import SPECS, OpSpec
 
-aten = torch.ops.aten
 CACHE_OPS = {f"kvgraph.{spec.name}.default": spec for spec in SPECS}
-MOST_SHIFT = 8192
-"""Largest shift, in tokens, that is searched for: usual steps have no more tokens."""
-
-
-class _UnknownError(UnsupportedError):
-    """The refusal is due to an operator without a rule, which may mix tokens."""
 
 
 def require_model_tokens_apart(
@@ -84,64 +74,27 @@ def require_tokens_apart(program: ExportedProgram, signature: GraphSignature) ->
 
 
 def _followed(program: ExportedProgram, signature: GraphSignature) -> PassReport:
-    """Follow a program through a step of TOKENS tokens, then through a longer step.
+    """Follow a program through a short step, then through a long one.
 
-    A shift by TOKENS or more tokens does not show in the first. The second is longer than every
-    shift that a number in the program may cause.
+    A shift by TOKENS or more tokens does not show in the first. Their extents have nothing in
+    common, so what looks like no shift in one of them shows in the other.
     """
-    report = _Follower(program, signature, TOKENS).run()
-    longest = max(filter(None, map(_shift, program.graph.nodes)), default=0)
-    if longest >= TOKENS:
-        with contextlib.suppress(_UnknownError):  # some rules hold for few tokens only
-            _Follower(program, signature, longest + TOKENS).run()
+    report = _Follower(program, signature, torch.arange(TOKENS), others=2).run()
+    _Follower(program, signature, torch.arange(LONG_STEP).flip(0), others=5).run()
     return report
 
 
-def _shift(node: Node) -> int | None:
-    """The largest number up to MOST_SHIFT by which an operator may shift tokens; None: it does not.
-
-    It is a number in an operator along a dim that grows with the step, or in integer arithmetic.
-    """
-    made = node.meta.get("val")
-    if node.op != "call_function" or _cache_op(node) is not None:
-        return None
-    parts = made if isinstance(made, list | tuple) else [made]
-    tensors = [x for x in parts if isinstance(x, torch.Tensor)]
-    grows = any(not isinstance(extent, int) for x in tensors for extent in x.shape)
-    is_count = isinstance(made, torch.SymInt | torch.SymBool)
-    if not (grows or is_count):
-        return None
-    numbers = [x for x in tree_leaves((node.args, node.kwargs)) if type(x) is int]
-    kind = packet(node)
-    if kind in ALONG_DIM:
-        dim = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim", 0)
-        shapes = [x.meta["val"].shape for x in node.all_input_nodes if _is_tensor(x)]
-        if not isinstance(dim, int) or all(isinstance(shape[dim], int) for shape in shapes):
-            return None
-        if kind is aten.cat:
-            numbers = [shape[dim] for shape in shapes if isinstance(shape[dim], int)]
-    elif kind not in PADS and not is_count:
-        are_integers = any(not (x.is_floating_point() or x.is_complex()) for x in tensors)
-        if not are_integers or kind in VIEWS:
-            return None
-    return max((abs(x) for x in numbers if abs(x) <= MOST_SHIFT), default=None)
-
-
-ALONG_DIM = {aten.slice, aten.narrow, aten.select, aten.cat}
-PADS = {aten.pad, aten.constant_pad_nd, aten.roll}
-
-
-def _is_tensor(node: Node) -> bool:
-    return isinstance(node.meta.get("val"), torch.Tensor)
-
-
 class _Follower:
-    def __init__(self, program: ExportedProgram, signature: GraphSignature, tokens: int) -> None:
+    def __init__(
+        self, program: ExportedProgram, signature: GraphSignature, asked: torch.Tensor, others: int
+    ) -> None:
         """Prepare labels of the program's inputs.
 
-        `tokens`: number of tokens of the step. Other symbolic dims have an extent of 2.
+        `asked`: the values of `logits_indices`, one for each token of the step, in any order.
+        `others`: the extent of symbolic dims that do not count tokens.
         """
-        sizes = {TOTAL_SEQ_LEN: tokens, NUM_LOGITS: tokens}
+        sizes = {TOTAL_SEQ_LEN: len(asked), NUM_LOGITS: len(asked)}
+        self._asked = asked
         self._program = program
         self._report = PassReport("require_tokens_apart")
         self._mixers: dict[Node, Node] = {}  # mixed value -> node that mixed tokens first
@@ -151,8 +104,8 @@ class _Follower:
         for node, symbol in zip(given, signature.inputs, strict=True):
             for extent, dim in zip(node.meta["val"].shape, symbol.shape, strict=True):
                 if isinstance(dim, str) and " + " not in dim:
-                    extents[extent.node.expr] = sizes.get(dim, 2)
-        self._labels = TokenLabels(extents)
+                    extents[extent.node.expr] = sizes.get(dim, others)
+        self._labels = TokenLabels(extents, others)
         for node in nodes.values():
             self._labels.set(node, nothing(self._labels.shape(node)))
         for node, symbol in zip(given, signature.inputs, strict=True):
@@ -160,7 +113,7 @@ class _Follower:
             if symbol.name == "tokens":
                 self._labels.set(node, own(shape))
             elif symbol.name == "logits_indices":
-                self._labels.set(node, nothing(shape), torch.arange(tokens, dtype=torch.int32))
+                self._labels.set(node, nothing(shape), asked.int())
             elif symbol.kind == "buffer":
                 self._labels.set(node, everything(shape))
         self._pools = {
@@ -168,11 +121,16 @@ class _Follower:
         }
 
     def run(self) -> PassReport:
-        for node in self._program.graph.nodes:
+        nodes = list(self._program.graph.nodes)
+        last_users = {x: node for node in nodes for x in node.all_input_nodes}
+        for node in nodes:
             if node.op == "call_function":
                 self._follow(node)
             elif node.op == "output":
                 self._end(node)
+            for x in node.all_input_nodes:
+                if last_users[x] is node:
+                    self._labels.forget(x)
         return self._report
 
     def _follow(self, node: Node) -> None:
@@ -231,13 +189,14 @@ class _Follower:
             )
             if spec.kind is OutputKind.USER_OUTPUT
         ]
-        self._require_own(users[0], "each row of logits")
+        self._require_own(users[0], "each row of logits", self._asked)
         self._report.applied += 1
 
-    def _require_own(self, node: Node, what: str) -> None:
-        """Raise UnsupportedError unless row t of `node` depends on token t only, or on no token."""
+    def _require_own(self, node: Node, what: str, rows: torch.Tensor | None = None) -> None:
+        """Raise UnsupportedError unless row t of `node` depends on token `rows[t]` only, or on no
+        token. `rows`: t itself if None."""
         found = self._labels[node]
-        expected = own(self._labels.shape(node))
+        expected = own(self._labels.shape(node), rows)
         alone = (found.high < 0) | ((found.low == expected.low) & (found.high == expected.low))
         if not bool(alone.all()):
             raise self._mixed(node, f"{what} to depend on its own token alone")
@@ -249,7 +208,7 @@ class _Follower:
     def _mixed(self, node: Node, what: str) -> UnsupportedError:
         mixer = self._mixers.get(node, node)
         if mixer in self._labels.unknown:
-            return _UnknownError(
+            return UnsupportedError(
                 f"tokens: expected {what}, got an operator that is not known to keep tokens apart: "
                 f"{place(mixer)}; write it with other operators"
             )

@@ -9,6 +9,8 @@ one that mixes all its inputs.
 
 from __future__ import annotations
 
+import operator
+import sys
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
@@ -16,34 +18,54 @@ from typing import Any
 
 import torch
 from torch.fx import Node
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.fx.node import map_arg
+from torch.utils._pytree import tree_leaves
 
 from kvgraph.compiler.passes.label_kinds import (
     ALONG,
+    ALONG_ONE,
     ELEMENTWISE,
     GROUP_NORMS,
     MADE,
     MOVED,
     NORMS,
+    OVERWRITES,
+    RESHAPED,
     SAME,
     SIZES,
-    VIEWS,
 )
+from kvgraph.compiler.passes.label_norms import (
+    normalised,
+    normalised_by_constants,
+    normalised_in_groups,
+)
+from kvgraph.compiler.passes.label_products import contracted, einsum
 from kvgraph.compiler.passes.label_puts import put
-from kvgraph.compiler.passes.labels import NONE, Labels, Value, aligned, compacted, join, nothing
+from kvgraph.compiler.passes.labels import (
+    LONG_STEP,
+    NONE,
+    Labels,
+    Value,
+    compacted,
+    everything,
+    join,
+    nothing,
+)
 from kvgraph.compiler.passes.token_functions import BATCH_NORM, REDUCED, packet
 from kvgraph.ops import torch_ops
 
 aten = torch.ops.aten
-MOST_KNOWN = 1 << 16
+MOST_KNOWN = 1 << 22
 """Most elements of an index that is computed at compile time."""
 
 
 class TokenLabels:
-    """Labels of a graph's nodes, followed in order. `extents`: values of the symbols in shapes."""
+    """Labels of a graph's nodes, followed in order. `extents`: values of the symbols in shapes;
+    `others`: the value of a symbol that is not in them."""
 
-    def __init__(self, extents: Mapping[object, int]) -> None:
-        self._extents = extents
+    def __init__(self, extents: Mapping[object, int], others: int) -> None:
+        self._extents, self._others = extents, others
         self._labels: dict[Node, Value] = {}
         self._known: dict[Node, Any] = {}
         self.unknown: set[Node] = set()  # calls without a rule that fits
@@ -61,6 +83,11 @@ class TokenLabels:
         self._labels[node] = value
         if known is not None:
             self._known[node] = known
+
+    def forget(self, node: Node) -> None:
+        """Free the labels of a node that nothing reads any more."""
+        self._labels.pop(node, None)
+        self._known.pop(node, None)
 
     def shape(self, node: Node) -> list[int]:
         """The shape of a node's value in the step that is followed."""
@@ -90,29 +117,46 @@ class TokenLabels:
         given = [x for x in node.all_input_nodes if _is_tensor(x)]
         made = node.meta.get("val")
         kind = packet(node)
-        if all(self[x].is_empty for x in given) or kind in MADE or kind in SIZES:
-            return self._filled(made, nothing(()))
+        is_size = kind in (*MADE, *SIZES) and not any(map(_is_counted, given))
+        if is_size or all(self[x].is_empty for x in given):
+            return self.filled(made, nothing(()))
         for kinds, rule in RULES:
             if kind in kinds:
                 found = rule(self, node)
                 if found is not None:
-                    return found
+                    return self._unless_lost(node, found)
         if kind in ELEMENTWISE or torch.Tag.pointwise in getattr(node.target, "tags", ()):
             return self._pointwise(node)
         return self._unknown(node)
 
+    def _unless_lost(self, node: Node, value: Value) -> Value:
+        """`value`, but an operator that leaves no token mixes them: it may move them so far that
+        they show in longer steps only. It may take a part along a dim that does not grow."""
+        parts = value if isinstance(value, list) else [value]
+        is_lost = [x.is_empty and x.low.numel() > 0 for x in parts]
+        if not any(is_lost) or packet(node) in OVERWRITES or node.target is operator.getitem:
+            return value  # a list's entries were looked at before
+        if dims := _dims(node, "dim"):
+            extents = node.all_input_nodes[0].meta["val"].shape
+            if all(type(extents[dim]) is int for dim in dims):
+                return value
+        made = [
+            everything(x.low.shape) if lost else x for x, lost in zip(parts, is_lost, strict=True)
+        ]
+        return made if isinstance(value, list) else made[0]
+
     def _unknown(self, node: Node) -> Value:
         self.unknown.add(node)
         parts = [self[x].whole() for x in node.all_input_nodes if _is_tensor(x)]
-        return self._filled(node.meta.get("val"), join(parts))
+        return self.filled(node.meta.get("val"), join(parts))
 
-    def _filled(self, made: Any, labels: Labels) -> Value:
+    def filled(self, made: object, labels: Labels) -> Value:
         """`labels`, without dims or of the result's rank, expanded to each of an op's results."""
         if isinstance(made, list | tuple):
-            return [self._fill(part, labels) for part in made]
-        return self._fill(made, labels)
+            return [self.fill(part, labels) for part in made]
+        return self.fill(made, labels)
 
-    def _fill(self, made: Any, labels: Labels) -> Labels:
+    def fill(self, made: object, labels: Labels) -> Labels:
         return labels.expand(self.shape_of(made)) if isinstance(made, torch.Tensor) else labels
 
     # -- rules: None if the operator is not used in the way that the rule describes
@@ -123,21 +167,36 @@ class TokenLabels:
 
     def _pointwise(self, node: Node) -> Value:
         parts = [self[x] for x in node.all_input_nodes if _is_tensor(x)]
-        return self._filled(node.meta["val"], join(parts))
+        return self.filled(node.meta["val"], join(parts))
+
+    def _reshaped(self, node: Node) -> Value | None:
+        first: Any = node.args[0]
+        made = node.meta["val"]
+        if made.dtype is not first.meta["val"].dtype:
+            return None
+        return self[first].reshape(self.shape_of(made))  # not laid out as the value is
 
     def _moved(self, node: Node) -> Value | None:
-        if packet(node) in VIEWS:  # labels are not laid out as the value is
-            first: Any = node.args[0]
-            made = node.meta["val"]
-            if made.dtype is not first.meta["val"].dtype:
-                return None
-            return self[first].map(lambda x: x.reshape(self.shape_of(made)))
         if packet(node) is aten.repeat_interleave and isinstance(node.args[1], Node):
             return None  # the counts are a tensor, so their values are not known
-        low, high = (self._on_labels(node, at) for at in range(2))
+        thin = self._thin(node)
+        low, high = (self._on_labels(node, at, thin) for at in range(2))
         if isinstance(low, torch.Tensor):
-            return Labels(low, high)
+            return self.filled(node.meta["val"], Labels(low, high))
         return [Labels(*pair) for pair in zip(low, high, strict=True)]
+
+    def _thin(self, node: Node) -> list[int]:
+        """The dims along which all operands of a call have equal labels and it moves nothing."""
+        kind = packet(node)
+        given = [self[x] for x in node.all_input_nodes if _is_tensor(x)]
+        rank = given[0].low.dim()
+        if kind not in ALONG_ONE or any(x.low.dim() != rank for x in given):
+            return []
+        dims = [] if kind is aten.copy else _dims(node, "dim")
+        if dims is None:  # it flattens
+            return []
+        others = [d for d in range(rank) if d not in [dim % rank for dim in dims]]
+        return [d for d in others if all(x.distinct([d]).low.shape[d] == 1 for x in given)]
 
     def _padded(self, node: Node) -> Value | None:
         given, sizes, *rest = node.args
@@ -148,12 +207,14 @@ class TokenLabels:
         low, high = self[given]
         return Labels(pad(low, sizes, value=NONE), pad(high, sizes, value=-1))
 
-    def _on_labels(self, node: Node, at: int) -> Any:
+    def _on_labels(self, node: Node, at: int, thin: list[int]) -> Any:
         def load(x: Node) -> Any:
             if not _is_tensor(x):
                 return self._number(x)
             found = self._labels[x]
-            return [part[at] for part in found] if isinstance(found, list) else found[at]
+            if isinstance(found, list):
+                return [part[at] for part in found]
+            return found.distinct(thin)[at]
 
         target: Any = node.target
         return target(*map_arg(node.args, load), **map_arg(node.kwargs, load))
@@ -169,99 +230,22 @@ class TokenLabels:
         found = given.joined(dims)
         made = node.meta["val"]
         shape = self.shape_of(made[0] if isinstance(made, list | tuple) else made)
-        return self._filled(made, found.map(lambda x: x.reshape(shape)))
+        return self.filled(made, found.map(lambda x: x.reshape(shape)))
 
     def _along(self, node: Node) -> Value:
         first: Any = node.args[0]
         given = self[first]
         dims = _dims(node, "dim") or [-1]
         if given.low.dim() == 0:
-            return self._filled(node.meta["val"], given)
-        return self._filled(node.meta["val"], given.joined([dims[0] % given.low.dim()]))
-
-    def _normalised(self, node: Node) -> Value:
-        first: Any = node.args[0]
-        shape: Any = node.args[1]
-        given = self[first]
-        rank = given.low.dim()
-        made = node.meta["val"]
-        found = given.joined(list(range(rank - len(shape), rank)))
-        if isinstance(made, list | tuple):
-            return [
-                self._fill(part, found if part.dim() == rank else found.whole()) for part in made
-            ]
-        weights = [
-            self[x].whole() for x in node.all_input_nodes if x is not first and _is_tensor(x)
-        ]
-        return self._filled(made, join([found, *weights]))
-
-    def _normalised_in_groups(self, node: Node) -> Value:
-        """Labels of a group norm: each row of the first dim is mixed as a whole. Mean and rate of
-        each group may be further results."""
-        first = node.args[0]
-        assert isinstance(first, Node)
-        found = self[first].joined(list(range(1, self[first].low.dim())))
-        others = [self[x].whole() for x in node.all_input_nodes if x is not first]
-        made = node.meta["val"]
-        whole = join([found, *others])
-        if not isinstance(made, list | tuple):
-            return self._fill(made, whole)
-        rows = found.map(lambda x: x.flatten(1)[:, :1])
-        return [self._fill(made[0], whole), *(self._fill(part, rows) for part in made[1:])]
-
-    def _normalised_by_constants(self, node: Node) -> Value:
-        """Labels of a batch norm by stored statistics; its other outputs are empty."""
-        first: Any = node.args[0]
-        others = [self[x].whole() for x in node.all_input_nodes if x is not first]
-        rest = [self._fill(part, nothing(())) for part in node.meta["val"][1:]]
-        return [join([self[first], *others]), *rest]
-
-    def _contracted(self, node: Node) -> Value | None:
-        """Labels of a product over the last dim of `a` and the second last of `b`, plus a bias."""
-        given: list[Any] = list(node.args)
-        added: list[Any] = []
-        kind = packet(node)
-        if kind in (aten.addmm, aten.baddbmm):
-            added, given = given[:1], given[1:]
-        elif kind is aten.linear:
-            added, given = given[2:], given[:2]
-        first, second = given[:2]
-        a, b = self[first], self[second]
-        if a.low.dim() < 2 or b.low.dim() < 2:
-            return None
-        rows = a.joined([a.low.dim() - 1])
-        columns = b.joined([b.low.dim() - (1 if kind is aten.linear else 2)])
-        if kind is aten.linear:
-            columns = columns.map(lambda x: x.transpose(-1, -2))
-        parts = [rows, columns, *(self[x] for x in added if isinstance(x, Node))]
-        return self._filled(node.meta["val"], join(parts))
-
-    def _einsum(self, node: Node) -> Value | None:
-        equation, given = node.args[:2]
-        assert isinstance(equation, str)
-        assert isinstance(given, list | tuple)
-        if "->" not in equation or "." in equation:
-            return None
-        inputs, _, result = equation.replace(" ", "").partition("->")
-        parts = []
-        for letters, x in zip(inputs.split(","), given, strict=True):
-            assert isinstance(x, Node)
-            gone = [i for i, letter in enumerate(letters) if letter not in result]
-            left = [letter for letter in letters if letter in result]
-            if len(set(letters)) != len(letters):
-                return None
-            labels = self[x].joined(gone)
-            order = [letters.index(letter) for letter in result if letter in left]
-            shape = [self.shape(x)[letters.index(c)] if c in left else 1 for c in result]
-            parts.append(labels.map(partial(aligned, dims=[*order, *gone], shape=shape)))
-        return self._filled(node.meta["val"], join(parts))
+            return self.filled(node.meta["val"], given)
+        return self.filled(node.meta["val"], given.joined([dims[0] % given.low.dim()]))
 
     def _embedded(self, node: Node) -> Value:
         table, index = node.args[:2]
         assert isinstance(table, Node)
         assert isinstance(index, Node)
         rows = self[index].map(lambda x: x.unsqueeze(-1))
-        return self._filled(node.meta["val"], join([rows, self[table].whole()]))
+        return self.filled(node.meta["val"], join([rows, self[table].whole()]))
 
     def _indexed(self, node: Node) -> Value | None:
         source, indices = node.args[:2]
@@ -276,17 +260,20 @@ class TokenLabels:
             # An index without a known value may choose any element of the dims that it indexes.
             given = given.joined([dim for dim, x in enumerate(places) if x is not None])
             known = [x and torch.zeros(self.shape(x), dtype=torch.long) for x in places]
-        taken = given.map(lambda x: x[tuple(slice(None) if k is None else k for k in known)])
+        whole = [dim for dim in range(given.low.dim()) if dim >= len(places) or places[dim] is None]
+        taken = given.distinct(whole).map(
+            lambda x: x[tuple(slice(None) if k is None else k for k in known)]
+        )
         read = [self[x] for x in places if x is not None]
         if all(x.is_empty for x in read):
-            return self._filled(node.meta["val"], taken)
+            return self.filled(node.meta["val"], taken)
         first = next(dim for dim, x in enumerate(places) if x is not None)
         last = max(dim for dim, x in enumerate(places) if x is not None)
         if sum(x is not None for x in places) != last - first + 1:
             return None  # indices that are apart move to the front
         behind = given.low.dim() - last - 1
         chosen = join(read).map(lambda x: x.reshape(*x.shape, *[1] * behind))
-        return self._filled(node.meta["val"], join([taken, chosen]))
+        return self.filled(node.meta["val"], join([taken, chosen]))
 
     def _gathered(self, node: Node) -> Value | None:
         source, dim, index = node.args[:3]
@@ -300,13 +287,15 @@ class TokenLabels:
             if not self[index].is_empty:
                 return None
             if known is None:  # it may choose any element
-                return self._filled(node.meta["val"], given.joined([at]))
-            return given.map(lambda x: x.index_select(at, known.long()))
+                return self.filled(node.meta["val"], given.joined([at]))
+            others = [dim for dim in range(given.low.dim()) if dim != at]
+            taken = given.distinct(others).map(lambda x: x.index_select(at, known.long()))
+            return self.filled(node.meta["val"], taken)
         any_of = given.joined([at])
         for other, extent in enumerate(self.shape(index)):
             if other != at:
                 any_of = any_of.map(partial(torch.narrow, dim=other, start=0, length=extent))
-        return self._filled(node.meta["val"], join([any_of, self[index]]))
+        return self.filled(node.meta["val"], join([any_of, self[index]]))
 
     def _scattered(self, node: Node) -> Value | None:
         source, dim, index = node.args[:3]
@@ -320,7 +309,7 @@ class TokenLabels:
         narrow = [extent for i, extent in enumerate(shape) if i != at]
         if any([n for i, n in enumerate(self.shape(x)) if i != at] != narrow for x in written):
             return None
-        return self._filled(node.meta["val"], join(parts))
+        return self.filled(node.meta["val"], join(parts))
 
     # -- values that are known at compile time: indices made of arange and constants
 
@@ -333,6 +322,9 @@ class TokenLabels:
             node.target, torch._ops.OpOverload
         ):
             return None
+        numbers = [x for x in tree_leaves((node.args, node.kwargs)) if type(x) in (int, float)]
+        if any(LONG_STEP < abs(x) < sys.maxsize for x in numbers):
+            return None  # a longer step may differ
         shape = self.shape(node)
         if torch.Size(shape).numel() > MOST_KNOWN or node.target._schema.is_mutable:
             return None
@@ -353,7 +345,7 @@ class TokenLabels:
     def _extent(self, extent: Any) -> Any:
         if isinstance(extent, torch.SymInt | torch.SymFloat | torch.SymBool):
             found = extent.node.expr.subs(self._extents)
-            found = found.subs(dict.fromkeys(found.free_symbols, 2))  # data-dependent symbols: 2
+            found = found.subs(dict.fromkeys(found.free_symbols, self._others))
             return int(found) if found.is_integer else float(found)
         return extent
 
@@ -363,11 +355,16 @@ def _is_tensor(node: Node) -> bool:
     return isinstance(made, torch.Tensor | list | tuple)
 
 
+def _is_counted(node: Node) -> bool:
+    """Whether the shape of a value depends on values, as that of `nonzero` does."""
+    return bool(free_unbacked_symbols(node.meta["val"]))
+
+
 def _dims(node: Node, name: str) -> list[int] | None:
     """The dims in argument `name` of a call, or its default; None if there is none."""
     target = node.target
-    assert isinstance(target, torch._ops.OpOverload)
-    for place, argument in enumerate(target._schema.arguments):
+    arguments = target._schema.arguments if isinstance(target, torch._ops.OpOverload) else []
+    for place, argument in enumerate(arguments):
         if argument.name == name:
             given: Any = argument.default_value if argument.has_default_value() else None
             given = node.args[place] if place < len(node.args) else node.kwargs.get(name, given)
@@ -378,19 +375,20 @@ def _dims(node: Node, name: str) -> list[int] | None:
 Rule = Callable[[TokenLabels, Node], Value | None]
 RULES: tuple[tuple[tuple[object, ...], Rule], ...] = (
     (SAME, TokenLabels._same),
+    (RESHAPED, TokenLabels._reshaped),
     (MOVED, TokenLabels._moved),
     ((aten.pad, aten.constant_pad_nd), TokenLabels._padded),
     (REDUCED, TokenLabels._reduced),
     (ALONG, TokenLabels._along),
-    (NORMS, TokenLabels._normalised),
-    (BATCH_NORM, TokenLabels._normalised_by_constants),
-    (GROUP_NORMS, TokenLabels._normalised_in_groups),
+    (NORMS, normalised),
+    (BATCH_NORM, normalised_by_constants),
+    (GROUP_NORMS, normalised_in_groups),
     ((torch_ops.all_reduce,), TokenLabels._pointwise),
     (
         (aten.linear, aten.matmul, aten.mm, aten.bmm, aten.addmm, aten.baddbmm),
-        TokenLabels._contracted,
+        contracted,
     ),
-    ((aten.einsum,), TokenLabels._einsum),
+    ((aten.einsum,), einsum),
     ((aten.embedding,), TokenLabels._embedded),
     ((aten.index, aten._unsafe_index), TokenLabels._indexed),
     ((aten.index_put, aten.index_put_), lambda labels, node: put(node, labels.__getitem__)),

@@ -18,12 +18,17 @@ import onnx
 import onnx_ir as ir
 import torch
 from onnx_ir.passes import common
+from torch._ops import OpOverload
 from torch.export import ExportedProgram
+from torch.utils._pytree import tree_leaves
 
 from kvgraph.compiler.export import lowering
+from kvgraph.compiler.passes.label_kinds import MADE, SIZES
 from kvgraph.compiler.passes.lists import PASSES, PassList, run_passes
 from kvgraph.compiler.passes.parameters import tensor_of
+from kvgraph.compiler.passes.token_functions import CASTS, LAYOUT, packet
 from kvgraph.compiler.quiet import quiet_loggers
+from kvgraph.compiler.sources import place
 from kvgraph.compiler.targets import WEIGHTS_NAME, Lowered
 from kvgraph.compiler.targets.core_aten import to_core_aten
 from kvgraph.compiler.targets.weights import write_safetensors
@@ -38,6 +43,11 @@ from kvgraph.signal_handlers import reraise_if_signalled
 
 OPSET, IR_VERSION = 23, 10
 MODEL_NAME = "model.onnx"
+aten = torch.ops.aten
+ON_BFLOAT16 = {*CASTS, *LAYOUT, *MADE, *SIZES, aten.embedding} - {
+    *(aten.expand, aten.repeat, aten.repeat_interleave),
+}
+"""Operators on bfloat16 that ONNX Runtime has CPU kernels for."""
 INLINE_BYTES = 1024
 """Most bytes of an initializer that stays in the graph: shapes, axes, small tables."""
 INLINE_BYTES_OF_RANKS = 64
@@ -53,12 +63,30 @@ def lower(
     """Write `model.onnx` and `weights.safetensors` into `folder`.
 
     `weight_bits`: bits of packed weights (16, 8, 4 or AS_STORED); None: the model's dtype.
-    UnsupportedError: ONNX's checker refuses the graph that torch's exporter made.
+    UnsupportedError: an operator computes in bfloat16, or ONNX's checker refuses the graph that
+    torch's exporter made.
     """
+    _require_float32(traced.program)
     traced.bits = weight_bits
     lowered, _ = write(traced, folder, PASSES["cpu", "onnx"])
     require_valid(folder)
     return lowered
+
+
+def _require_float32(program: ExportedProgram) -> None:
+    """Raise UnsupportedError for an operator on bfloat16 that ONNX Runtime has no CPU kernel for:
+    all but casts, and operators that only move elements."""
+    for node in program.graph.nodes:
+        if not isinstance(node.target, OpOverload) or node.target.namespace != "aten":
+            continue
+        made = node.meta.get("val")
+        values = tree_leaves([made, *(x.meta.get("val") for x in node.all_input_nodes)])
+        on_halves = any(isinstance(x, torch.Tensor) and x.dtype is torch.bfloat16 for x in values)
+        if on_halves and made is not None and packet(node) not in ON_BFLOAT16:
+            raise UnsupportedError(
+                f"{place(node)}: expected float32 for backend onnx on cpu, got an operator on "
+                "bfloat16; compute in float32, or give backend 'torch'"
+            )
 
 
 def write(traced: Traced, folder: Path, passes: PassList) -> tuple[Lowered, ir.Model]:

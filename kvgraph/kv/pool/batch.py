@@ -28,7 +28,7 @@ from kvgraph.contract.inputs import BatchCharacteristics, Buffer, RaggedKVCacheI
 from kvgraph.contract.values import require_integer, shown
 from kvgraph.errors import CapacityError, RequestError
 from kvgraph.kv.pool.identity import PoolSettings
-from kvgraph.kv.pool.leaf import Leaf
+from kvgraph.kv.pool.leaf import Leaf, host_array
 from kvgraph.kv.pool.rows import Phase, Row, row_of
 from kvgraph.kv.requests import MAX_STEPS, RequestID, TextContext, require_context
 
@@ -253,9 +253,13 @@ class IndexTensors:
     def __init__(self, leaves: Sequence[Leaf], max_rows: int, upload: Upload | None) -> None:
         self._leaves = leaves
         self._upload = upload
-        self._lengths = np.empty(max_rows, np.int32)
+        symbols = leaves[0].symbols[0]
+        self._lengths = host_array(symbols.cache_lengths, (max_rows,))
         self._max_lengths = np.empty((MAX_STEPS, 2), np.int32)  # memory only where it is used
-        self._tables = [np.empty(max_rows * leaf.max_width, np.int32) for leaf in leaves]
+        self._tables = [
+            host_array(leaf.symbols[0].lookup_table, (max_rows, leaf.max_width)).reshape(-1)
+            for leaf in leaves
+        ]
         self._shape = (-1, -1, -1)
         self._batch: BatchRows | None = None
         self._views: list[npt.NDArray[np.int32]] = []

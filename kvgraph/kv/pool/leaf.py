@@ -62,8 +62,7 @@ class Leaf:
         own = row.pages[leaf]
         start = len(own)
         own += pages
-        if len(own) > self.table.shape[1]:
-            self._widen(len(own))
+        self.widen(len(own))
         if len(pages) == 1:
             self.table[row.index, start] = pages[0]
         else:
@@ -77,14 +76,19 @@ class Leaf:
             pages = [page for page in pages if page != null]
         self.pool.drop(reversed(pages))
 
-    def _widen(self, least: int) -> None:
+    def widen(self, least: int) -> None:
+        """Widen the table to `least` columns or more; CapacityError changes nothing."""
         rows, width = self.table.shape
+        if least <= width:
+            return
         wider = self._empty_table(rows, min(max(least, 2 * width), self.max_width))
         wider[:, :width] = self.table
         self.table = wider
 
     def _empty_table(self, rows: int, width: int) -> npt.NDArray[np.int32]:
-        return np.full((rows, width), self.null, np.int32)
+        table = host_array(self.symbols[0].lookup_table, (rows, width))
+        table.fill(self.null)
+        return table
 
 
 class ShardBuffers:
@@ -149,11 +153,15 @@ def _host_buffer(symbol: TensorType, shape: tuple[int, ...], device: Device) -> 
     device.require_memory(symbol.name, nbytes)
     if device.kind != "cpu":
         raise DeviceError(f"session: expected one that owns memory on {device}, got None")
+    return Buffer(symbol.dtype, shape, symbol.device, host_array(symbol, shape))
+
+
+def host_array(symbol: TensorType, shape: tuple[int, ...]) -> Array:
+    """Lazily zeroed host memory for `symbol`; CapacityError if the system refuses it."""
     try:
-        handle: Array = np.zeros(shape, dtype)
+        return np.zeros(shape, DTYPES[symbol.dtype].numpy)
     except (MemoryError, ValueError) as error:  # larger than the memory or the address space
         raise too_little(symbol, shape) from error
-    return Buffer(symbol.dtype, shape, symbol.device, handle)
 
 
 def too_little(symbol: TensorType, shape: tuple[int, ...]) -> CapacityError:

@@ -62,12 +62,18 @@ class Planner:
         extra: int,
         loadable: Loadable | None = None,
     ) -> AllocPlan:
-        """Plan pages for `processed + active + extra` tokens of each row; raises like `alloc`."""
+        """Plan pages for `processed + active + extra` tokens of each row; raises like `alloc`.
+
+        Lookup tables are widened here, so that `apply` needs no memory for them.
+        """
         rows = [self._plan_row(ctx, row, extra, loadable) for ctx, row in lacking]
         plan = AllocPlan(rows, self._costs(rows))
         if loadable is not None:
             plan = self._affordable(plan, extra)
         self._require_free(plan)
+        widest = max((one.num_pages for one in rows), default=0)
+        for leaf in self._leaves:
+            leaf.widen(widest)
         return plan
 
     def forecast(self, ctx: TextContext, row: Row, loadable: Loadable | None) -> list[int]:

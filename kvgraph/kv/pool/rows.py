@@ -8,7 +8,7 @@ from enum import Enum
 
 from kvgraph.errors import RequestError
 from kvgraph.kv.pool.identity import PoolSettings
-from kvgraph.kv.requests import RequestID
+from kvgraph.kv.requests import RequestID, require_key
 
 UNBOUNDED = sys.maxsize
 
@@ -114,7 +114,11 @@ def row_of(
     request_id: RequestID, claimed: Mapping[RequestID, Row], replica_idx: int, call: str
 ) -> Row:
     """The request's row; RequestError if it is not claimed on this replica."""
-    row = claimed.get(request_id)
+    try:
+        row = claimed.get(request_id)
+    except TypeError:
+        require_key(request_id)
+        raise
     if row is None:
         raise RequestError(
             f"{call} of {request_id!r}: expected a request claimed on replica {replica_idx}, "

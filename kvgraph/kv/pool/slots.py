@@ -32,13 +32,13 @@ class Slots:
 
     def replica_of(self, request_id: RequestID) -> int | None:
         """Index of the replica on which the sequence is claimed; None if it is not claimed."""
+        require_key(request_id)
         return self._claimed.get(request_id, (None, 0))[0]
 
     def claim(self, request_id: RequestID, replica_idx: int) -> None:
         """Claim the lowest free slot. RequestError if the sequence is claimed already,
         CapacityError if no slot is free."""
         free = at_replica(self._free, replica_idx, "claim")
-        require_key(request_id)
         require_unclaimed(request_id, self.replica_of(request_id))
         if not free:
             raise CapacityError(
@@ -63,6 +63,7 @@ class Slots:
     def slot_of(self, request_id: RequestID, replica_idx: int, call: str) -> int:
         """The sequence's slot; RequestError if it is not claimed on this replica."""
         at_replica(self._free, replica_idx, call)
+        require_key(request_id)
         replica, slot = self._claimed.get(request_id, (None, 0))
         if replica != replica_idx:
             other = "not claimed" if replica is None else f"claimed on replica {replica}"

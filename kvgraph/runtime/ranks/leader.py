@@ -25,7 +25,18 @@ from kvgraph.errors import BindingError, CapacityError, RankError
 from kvgraph.ops.group import Group
 from kvgraph.runtime.ranks.part import has_run, run_part
 from kvgraph.runtime.ranks.wire import Wire, mapped, shared_file
-from kvgraph.runtime.sessions.base import Session
+from kvgraph.runtime.sessions.base import MappedFile, Session
+
+_LEADERS: weakref.WeakSet[LeaderSession] = weakref.WeakSet()
+
+
+def _leave_ranks() -> None:
+    """End no rank from a forked child: they are its parent's."""
+    for leader in _LEADERS:
+        leader._close.detach()
+
+
+os.register_at_fork(after_in_child=_leave_ranks)
 
 
 class LeaderSession(Session):
@@ -44,6 +55,9 @@ class LeaderSession(Session):
         maps_pools: bool = True,
     ) -> None:
         super().__init__(own.artifact)
+        here = group.size if maps_pools else 1  # ranks whose files this machine has
+        parts = [replace(own.artifact, rank=rank) for rank in range(here)]
+        self._watched = [MappedFile(part.file(name)) for part in parts for name in own.mapped]
         self.captures = own.captures
         self.memory = own.memory
         self.step_tokens = own.step_tokens
@@ -54,6 +68,7 @@ class LeaderSession(Session):
         self._is_half = False  # whether other ranks have a step that rank 0 has not completed
         self._lost: str | None = None  # error of the first step that failed
         self._close = weakref.finalize(self, end_ranks, self._wires, group, ended)
+        _LEADERS.add(self)
         for wire in self._wires:
             wire.receive()  # its ready message
             wire.limit(group.timeout)

@@ -25,6 +25,7 @@ def create(artifact: ArtifactFolder, kind: str | None, num_threads: int | None) 
             f"backend {backend.name!r}, got {kind!r}"
         )
     entry = imported(runner.entry)
+    artifact.require_unchanged()  # a damaged program could end the process
     made: Session
     try:
         made = entry(artifact, num_threads) if runner.threads else entry(artifact)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import zip_longest
+from pathlib import Path
 from threading import get_ident
 from typing import Any
 
@@ -16,7 +19,7 @@ from kvgraph.contract.dtypes import DTYPES
 from kvgraph.contract.inputs import Buffer, KVCacheInputs, ModelInputs
 from kvgraph.contract.params import KVCacheParamInterface
 from kvgraph.contract.signature import LOGITS_INDICES, OWN_INPUTS, Typed
-from kvgraph.errors import BindingError
+from kvgraph.errors import ArtifactError, BindingError
 from kvgraph.kv.memory import DEFAULT_BATCH_TOKENS
 from kvgraph.kv.pool.leaf import too_little
 from kvgraph.runtime.folder import ArtifactFolder
@@ -48,6 +51,11 @@ class Session(ABC):
     limits: Mapping[str, int] = {}
     """Largest extent of each dim that the compiled graph bounds, by name."""
 
+    mapped: Sequence[str] = ()
+    """Names of files that the session reads, through a map, as long as it is open."""
+
+    _watched: Sequence[MappedFile] = ()
+
     def __init__(self, artifact: ArtifactFolder) -> None:
         for leaf in artifact.params().leaves.values():
             leaf.require_kernels()
@@ -56,6 +64,7 @@ class Session(ABC):
         self._vocab = artifact.manifest.model.vocab_size
         self._checked: list[tuple[object, ...]] = []
         self._turns = Turns("Session")
+        self._watched = [MappedFile(artifact.file(name)) for name in self.mapped]
         self._last_run_completed = True  # False if the last run raised
 
     @property
@@ -78,6 +87,12 @@ class Session(ABC):
 
     def require_ranks(self) -> None:  # noqa: B027  # most sessions have no other ranks
         """Raise RankError if a rank has ended, so that no step can run. Call it between steps."""
+
+    def require_unchanged(self) -> None:
+        """Raise ArtifactError if a mapped file was written to since it was opened. A file that was
+        removed, or replaced by rename, is unchanged: the session keeps its own."""
+        for file in self._watched:
+            file.require_unchanged()
 
     def close(self) -> None:  # noqa: B027
         """End the other ranks, which wait for steps. Idempotent."""
@@ -117,7 +132,7 @@ class Session(ABC):
         `kv`: one device's record. `capture`: steps of exactly these sizes will come again; a
         session that can capture a step does so, and replays it. The logits are valid until the
         next call but one; without logits_indices there are no logits. BindingError names the first
-        value that does not fit.
+        value that does not fit. ArtifactError as in `require_unchanged`.
         """
         call = ("run", get_ident())
         try:
@@ -158,7 +173,9 @@ class Session(ABC):
         self, arrays: Sequence[Any], *, capture: bool = False
     ) -> npt.NDArray[np.float32]:
         """Do as `run`, over checked arrays in the signature's order, on the host or the device."""
-        return self._run_captured(arrays) if capture else self._run(arrays)
+        logits = self._run_captured(arrays) if capture else self._run(arrays)
+        self.require_unchanged()  # a step of other weights has not happened
+        return logits
 
     def _arrays(self, inputs: ModelInputs, kv: KVCacheInputs) -> list[Any]:
         """Dense host arrays, or a device's own, in the signature's order, checked against it."""
@@ -232,6 +249,32 @@ class Session(ABC):
     def _run_captured(self, arrays: Sequence[Any]) -> npt.NDArray[np.float32]:
         """Run like `_run`, for sizes that come again."""
         return self._run(arrays)
+
+
+class MappedFile:
+    """A file that a session maps, held open. Times of its inode change with its name: they do not
+    count."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        try:
+            self._file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError as error:
+            raise ArtifactError(
+                f"{path}: expected a file that can be read, got {error.strerror!r}"
+            ) from error
+        # At exit another thread may still run a step; the system closes the file then.
+        weakref.finalize(self, os.close, self._file).atexit = False
+        stat = os.fstat(self._file)
+        self._opened = stat.st_size, stat.st_mtime_ns
+
+    def require_unchanged(self) -> None:
+        stat = os.fstat(self._file)
+        if (stat.st_size, stat.st_mtime_ns) != self._opened:
+            raise ArtifactError(
+                f"{self._path}: expected the file as the session opened it, got one that was "
+                "written to; start again, and replace artifacts by rename"
+            )
 
 
 def host_zeros(shape: tuple[int, ...], dtype: str) -> Array:

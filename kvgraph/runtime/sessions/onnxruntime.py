@@ -86,6 +86,7 @@ class OnnxRuntimeSession(Session):
 
     step_tokens = 768  # see the module's docstring
     runs_in_one_call = True
+    mapped = ("weights.safetensors",)
 
     def __init__(
         self, artifact: ArtifactFolder, num_threads: int | None = None, provider: str = PROVIDERS[0]
@@ -304,11 +305,14 @@ def _refusal(ort: ModuleType, model: Path, error: Exception) -> ArtifactError:
 def register_ops(options: SessionOptions) -> None:
     """Register our custom ops; MissingDependencyError if ONNX Runtime is too old for them.
 
-    KernelError if the environment requests kernels that this processor cannot run.
+    KernelError if the environment requests kernels that this processor cannot run, or if our
+    library is missing, damaged or of another ABI version.
     """
     native.isa()
+    path = native.library_path("onnxruntime")
+    native.opened(path)
     try:
-        options.register_custom_ops_library(str(native.library_path("onnxruntime")))
+        options.register_custom_ops_library(str(path))
     except Exception as error:  # ONNX Runtime raises many classes
         reraise_if_signalled(error)
         why = last_sentence(error).rpartition("kvgraph: ")[2]

@@ -39,6 +39,8 @@ NO_EXEC = "failed to map segment"
 class TorchSession(Session):
     """Runs `model.pt2` on the CPU. `num_threads` sets torch's and the kernels' global pools."""
 
+    mapped = ("weights.safetensors",)
+
     def __init__(self, artifact: ArtifactFolder, num_threads: int | None = None) -> None:
         super().__init__(artifact)
         torch = import_torch()

@@ -38,7 +38,7 @@ from kvgraph.kernels import shapes
 from kvgraph.kernels.record import pack_kernels
 from kvgraph.kernels.shapes import AttentionShape, CacheShape, Rope
 from kvgraph.ops import OPSET_DOMAIN
-from kvgraph.ops.native import library_path
+from kvgraph.ops.cuda_native import plugins_path
 
 ARCHS = ("sm_75", "sm_80", "sm_86", "sm_89", "sm_120", "sm_121")
 """GPU architectures for which TensorRT-RTX builds. Their kernels together run on every GPU that it
@@ -81,7 +81,7 @@ def lower(
     names = [str(node.outputs[0].name) for node in cache_ops]
     nodes = dict(zip(names, attention, strict=True))
     seconds = write_kernels(nodes, kernel_archs(archs, traced.model.dtype), folder, progress)
-    shutil.copyfile(library_path("tensorrt"), folder / LIBRARY_NAME)
+    shutil.copyfile(plugins_path(), folder / LIBRARY_NAME)
 
     progress("building the engine")
     start = time.perf_counter()

@@ -26,7 +26,7 @@ from kvgraph.compiler.targets.torch import count_ops
 from kvgraph.compiler.traced import Traced
 from kvgraph.contract.dims import NUM_PAGE_SLOTS
 from kvgraph.contract.manifest import EngineInfo
-from kvgraph.ops.native import library_path
+from kvgraph.ops.cuda_native import plugins_path
 
 USUAL_SLOTS = 64
 """Most pages of a pool in the profile's usual (opt) shapes."""
@@ -49,7 +49,7 @@ def lower(
     save_program(traced, folder, progress)
     nodes = {f"layer{i}": shape for i, shape in enumerate(attention)}
     seconds = write_kernels(nodes, archs, folder, progress)
-    shutil.copyfile(library_path("tensorrt"), folder / LIBRARY_NAME)
+    shutil.copyfile(plugins_path(), folder / LIBRARY_NAME)
     write_build_log(folder, {"compile_seconds": seconds})
     profile = profiles_of(traced.signature, traced.model.max_seq_len, *bounds)[-1]
     # torch-tensorrt allocates tensors of the usual (opt) sizes, so a large pool would not fit.

@@ -42,6 +42,7 @@ from kvgraph.kernels import aot
 from kvgraph.kernels.record import image_digests, pack_kernels
 from kvgraph.kernels.shapes import AttentionShape, CacheShape, Rope
 from kvgraph.ops import OPSET_DOMAIN, UPDATE_AND_ATTEND
+from kvgraph.ops.cuda_native import plugins_path
 from kvgraph.ops.native import library_path
 from kvgraph.signal_handlers import reraise_if_signalled
 
@@ -170,7 +171,7 @@ class Converter:
         UnsupportedError if TensorRT does not accept them.
         """
         if self._creator() is None:
-            self.trt.get_plugin_registry().load_library(str(library_path("tensorrt")))
+            self.trt.get_plugin_registry().load_library(str(plugins_path()))
         if self._creator() is None:
             raise UnsupportedError(
                 f"{library_path('tensorrt')}: expected plugins that tensorrt "

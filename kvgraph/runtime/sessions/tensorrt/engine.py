@@ -21,7 +21,7 @@ from kvgraph.contract.manifest import EngineInfo
 from kvgraph.contract.params import KVCacheStrategy
 from kvgraph.contract.safetensors import TensorAt, read_layout
 from kvgraph.errors import ArtifactError, KernelError, MissingDependencyError, UnsupportedError
-from kvgraph.ops.native import library_path
+from kvgraph.ops.cuda_native import plugins_path
 from kvgraph.runtime.folder import ArtifactFolder
 from kvgraph.runtime.sessions.cuda_driver import CudaDevice
 from kvgraph.runtime.sessions.cuda_errors import opening_error, step_error
@@ -107,7 +107,7 @@ class LoadedEngine:
         return max(int(self.engine.get_device_memory_size_for_profile_v2(i)) for i in profiles)
 
     def _load_plugins(self) -> None:
-        library = library_path("tensorrt")
+        library = plugins_path()
         registry = self._runtime.get_plugin_registry()
         if registry.load_library(str(library)) is None and not any(
             creator.plugin_namespace == "kvgraph" for creator in registry.all_creators_recursive
