@@ -71,7 +71,7 @@ class Size:
 def _memory_note(largest: Size) -> str:
     made = f"makes a tensor of {largest.nbytes / 2**30:.1f} GiB ({largest.node.target})"
     if not largest.dims:
-        return f"memory: each step {made}, whatever its number of tokens"
+        return f"memory: each step {made}, with any number of tokens"
     bound = "max_batch_size" if largest.dims == {BATCH_SIZE} else "max_batch_tokens"
     return (
         f"memory: a step of {STEP[TOTAL_SEQ_LEN]} new tokens {made}; an engine with a smaller "

@@ -85,7 +85,7 @@ class Spread(Fixed):
 @pytest.mark.parametrize(
     ("module", "dim", "expected"),
     [
-        (Fixed, "total_seq_len", "memory: each step .*, whatever its number of tokens"),
+        (Fixed, "total_seq_len", "memory: each step .*, with any number of tokens"),
         (Spread, "total_seq_len", "memory: a step of 2048 .* a smaller max_batch_tokens .*"),
         (Spread, "num_logits", "memory: a step of 2048 .* a smaller max_batch_tokens .*"),
         (Spread, "batch_size", "memory: a step of 2048 .* a smaller max_batch_size .*"),

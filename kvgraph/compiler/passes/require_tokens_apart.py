@@ -195,8 +195,9 @@ class _Follower:
     def _require_own(self, node: Node, what: str, rows: torch.Tensor | None = None) -> None:
         """Raise UnsupportedError unless row t of `node` depends on token `rows[t]` only, or on no
         token. `rows`: t itself if None."""
-        found = self._labels[node]
-        expected = own(self._labels.shape(node), rows)
+        found = self._labels[node].distinct()
+        count, *others = self._labels.shape(node)
+        expected = own([count, *[1] * len(others)], rows)
         alone = (found.high < 0) | ((found.low == expected.low) & (found.high == expected.low))
         if not bool(alone.all()):
             raise self._mixed(node, f"{what} to depend on its own token alone")
