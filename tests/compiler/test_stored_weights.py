@@ -234,12 +234,14 @@ def test_layers_of_one_input_in_several_forms(plain: Callable[[str], Path], tmp_
     folder = quantized.make("w4a16", plain("llama"), tmp_path / "four")
     eight = quantized.make("w8a16-channel", plain("llama"), tmp_path / "eight")
     quantized.mixed(folder, eight, "model.layers.0.self_attn.v_proj.")
+    quantized.add_group(folder, "w8a16-channel", "model.layers.0.self_attn.v_proj.")
     quantized.mixed(folder, plain("llama"), "model.layers.1.self_attn.k_proj.")
     manifest = kvgraph.compile(folder, tmp_path / "a.kvg", page_size=16, check=False)
     kinds = [(a["bits"], a["group"]) for _, a, _ in nodes(tmp_path / "a.kvg")]
     assert sorted(kinds) == [(4, 32)] * 8 + [(8, 0)] + [(16, 0)] * 2
     assert not any("rounded" in note for note in manifest.notes)
     quantized.mixed(folder, eight, "model.layers.0.mlp.up_proj.")
+    quantized.add_group(folder, "w8a16-channel", "model.layers.0.mlp.up_proj.")
     manifest = kvgraph.compile(folder, tmp_path / "b.kvg", page_size=16, check=False)
     assert any("2 of the layers" in n and "rounded to int8" in n for n in manifest.notes)
 

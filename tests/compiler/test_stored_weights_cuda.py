@@ -145,7 +145,9 @@ def test_layers_of_one_input_in_several_forms(plain: Callable[[str], Path], tmp_
     folder = quantized.make("w4a16", plain("llama"), tmp_path / "four")
     eight = quantized.make("w8a16-channel", plain("llama"), tmp_path / "eight")
     quantized.mixed(folder, eight, "model.layers.0.self_attn.v_proj.")
+    quantized.add_group(folder, "w8a16-channel", "model.layers.0.self_attn.v_proj.")
     quantized.mixed(folder, eight, "model.layers.0.mlp.up_proj.")
+    quantized.add_group(folder, "w8a16-channel", "model.layers.0.mlp.up_proj.")
     quantized.mixed(folder, plain("llama"), "model.layers.1.self_attn.k_proj.")
     program, report = kept(plain("llama"), folder, "bfloat16")
     kinds = [form_of(node)[:2] for node in nodes(program)]
