@@ -308,7 +308,7 @@ def test_a_pattern_of_windows_that_the_file_names(tmp_path: Path) -> None:
         (
             "mistral3",
             {"mistral3__attention__temperature_scale": 0.1},
-            "mistral3.rope.scaling.type: expected 'yarn' beside attention.temperature_scale, got n",
+            "mistral3.rope.scaling.type: expected 'yarn' with attention.temperature_scale, got n",
         ),
         (
             "mixtral",

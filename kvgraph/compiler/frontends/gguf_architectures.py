@@ -64,16 +64,12 @@ def _glm4(given: Metadata, said: JsonObject, width: int) -> JsonObject:
 
 
 def _glm4_moe(given: Metadata, said: JsonObject, width: int) -> JsonObject:
-    """Layers for the prediction of several tokens are the last ones, and are not used."""
     if given.get("expert_gating_func") not in (None, 0, SIGMOID):
         raise given.refuse("expert_gating_func", f"{SIGMOID}, the sigmoid")
-    layers = said["num_hidden_layers"] - int(given.number("nextn_predict_layers", 0))
     return (
         _partial(given, said, width)
-        | _experts(given, ROUTED)
-        | _routing(given)
+        | _routed(given, said)
         | {
-            "num_hidden_layers": layers,
             "attention_bias": given.has("blk.0.attn_q.bias"),
             "use_qk_norm": given.has("blk.0.attn_q_norm.weight"),
         }
@@ -92,21 +88,15 @@ def _deepseek2(given: Metadata, said: JsonObject, width: int) -> JsonObject:
     scaling: JsonObject = said["rope_parameters"]
     if scaling["rope_type"] == "yarn":
         given.required("rope.scaling.yarn_log_multiplier")
-    layers = said["num_hidden_layers"] - int(given.number("nextn_predict_layers", 0))
-    shared: JsonObject = (
-        _experts(given, ROUTED)
-        | _routing(given)
-        | {
-            "num_hidden_layers": layers,
-            "num_key_value_heads": said["num_attention_heads"],
-            "q_lora_rank": given.get("attention.q_lora_rank"),
-            "kv_lora_rank": given.required("attention.kv_lora_rank"),
-            "head_dim": part,
-            "qk_rope_head_dim": part,
-            "qk_nope_head_dim": key - part,
-            "v_head_dim": value,
-        }
-    )
+    shared = _routed(given, said) | {
+        "num_key_value_heads": said["num_attention_heads"],
+        "q_lora_rank": given.get("attention.q_lora_rank"),
+        "kv_lora_rank": given.required("attention.kv_lora_rank"),
+        "head_dim": part,
+        "qk_rope_head_dim": part,
+        "qk_nope_head_dim": key - part,
+        "v_head_dim": value,
+    }
     if _has_sigmoid(given, said):
         return shared | {"model_type": "deepseek_v3"}
     given.require("expert_weights_norm", 0)
@@ -127,9 +117,12 @@ def _has_sigmoid(given: Metadata, said: JsonObject) -> bool:
     return given.required("block_count") in (47, 48) and said["vocab_size"] == 154880
 
 
-def _routing(given: Metadata) -> JsonObject:
-    """How experts are chosen and weighed."""
-    return {
+def _routed(given: Metadata, said: JsonObject) -> JsonObject:
+    """Experts behind dense layers, as DeepSeek has them. The last layers may predict more tokens:
+    they are not used."""
+    return _experts(given, ROUTED) | {
+        "num_hidden_layers": said["num_hidden_layers"]
+        - int(given.number("nextn_predict_layers", 0)),
         "n_shared_experts": given.required("expert_shared_count"),
         "first_k_dense_replace": int(given.number("leading_dense_block_count", 0)),
         "routed_scaling_factor": given.number("expert_weights_scale", 0) or 1.0,
@@ -169,7 +162,7 @@ def _mistral3(given: Metadata, said: JsonObject, width: int) -> JsonObject:
         return dense
     scaling: JsonObject = said["rope_parameters"]
     if scaling["rope_type"] != "yarn":
-        raise given.refuse("rope.scaling.type", "'yarn' beside attention.temperature_scale")
+        raise given.refuse("rope.scaling.type", "'yarn' with attention.temperature_scale")
     return dense | {
         "model_type": "ministral3",
         "rope_parameters": scaling | {"llama_4_scaling_beta": beta},
