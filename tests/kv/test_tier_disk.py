@@ -316,11 +316,30 @@ def test_locks_that_fail_for_a_while_leave_nothing_open(
     store.close()
 
 
-def test_a_disk_that_takes_a_part_of_a_page_is_full(
+def test_pages_larger_than_a_call_moves_are_moved_in_pieces(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write, read = os.pwrite, os.pread
+
+    def fill(file: int, parts: list[memoryview], at: int) -> int:
+        data = read(file, min(5, parts[0].nbytes), at)
+        parts[0][: len(data)] = data
+        return len(data)
+
+    monkeypatch.setattr(os, "pwritev", lambda file, parts, at: write(file, b"".join(parts)[:7], at))
+    monkeypatch.setattr(os, "preadv", fill)
+    store = opened(tmp_path)
+    data = memoryview(page(0))
+    assert store.write(KEYS[0], [data[:3], data[3:10], data[10:]])
+    assert got(store, 0) == page(0)
+    store.close()
+
+
+def test_a_disk_that_takes_no_more_bytes_is_full(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = opened(tmp_path)
-    monkeypatch.setattr(os, "pwritev", lambda file, parts, at: 1)
+    monkeypatch.setattr(os, "pwritev", lambda file, parts, at: 0)
     assert not store.write(KEYS[0], [memoryview(page(0))])
     assert "No space left on device" in store.stats().problem
     store.close()

@@ -30,6 +30,7 @@ ARCHITECTURES = {
     "qwen2_moe": "qwen2moe",
     "gemma2": "gemma2",
     "gemma3_text": "gemma3",
+    "gemma4_text": "gemma4",
     "gpt_oss": "gpt-oss",
     "phi3": "phi3",
 }
@@ -43,6 +44,12 @@ MULTIPLIERS = {
     "logits_scaling": "logit_scale",
     "routed_scaling_factor": "expert_weights_scale",
 }
+
+RENAMED = {
+    "router.scale": "router.proj.scale",
+    "router.per_expert_scale": "experts.down_proj.scale",
+}
+WITHOUT_SUFFIX = ("sinks", "layer_scalar", ".experts.gate_up_proj", ".experts.down_proj")
 
 PERMUTED = ("llama", "mistral3", "smollm3", "granite", "granitemoe")
 
@@ -81,13 +88,17 @@ def make(
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(config["hidden_size"])
     writer.add_block_count(config["num_hidden_layers"] + more_layers)
-    writer.add_feed_forward_length(config["intermediate_size"])
+    if name != "gemma4":
+        writer.add_feed_forward_length(config["intermediate_size"])
     writer.add_head_count(config["num_attention_heads"])
     is_latent = name == "deepseek2" and not is_old
-    writer.add_head_count_kv(1 if is_latent else config["num_key_value_heads"])
+    if name == "gemma4":
+        _add_gemma4(writer, config)
+    else:
+        writer.add_head_count_kv(1 if is_latent else config["num_key_value_heads"])
     if name == "deepseek2":
         _add_latent(writer, config, is_old=is_old)
-    elif "head_dim" in config:
+    elif "head_dim" in config and name != "gemma4":
         writer.add_key_length(config["head_dim"])
         writer.add_value_length(config["head_dim"])
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
@@ -131,6 +142,27 @@ def _add_latent(writer: Any, config: dict[str, Any], *, is_old: bool) -> None:
         writer.add_q_lora_rank(config["q_lora_rank"])
 
 
+def _add_gemma4(writer: Any, config: dict[str, Any]) -> None:
+    """Fields of layers that differ."""
+    local = [kind == "sliding_attention" for kind in config["layer_types"]]
+    own = len(local) - config["num_kv_shared_layers"]
+    widths = [1 + (config["use_double_wide_mlp"] and layer >= own) for layer in range(len(local))]
+    writer.add_feed_forward_length([config["intermediate_size"] * width for width in widths])
+    (full,) = {tuple(each.items()) for each in config["per_layer_config"].values()}
+    whole, heads = dict(full), config["num_key_value_heads"]
+    other = whole.get("num_key_value_heads", heads)
+    writer.add_head_count_kv([heads if is_local else other for is_local in local])
+    writer.add_key_length(whole["head_dim"])
+    writer.add_value_length(whole["head_dim"])
+    writer.add_rope_dimension_count(whole["head_dim"])
+    for add in (writer.add_key_length_swa, writer.add_value_length_swa):
+        add(config["head_dim"])
+    writer.add_rope_dimension_count_swa(config["head_dim"])
+    writer.add_shared_kv_layers(config["num_kv_shared_layers"])
+    writer.add_embedding_length_per_layer_input(config["hidden_size_per_layer_input"])
+    writer.add_sliding_window_pattern(local)
+
+
 def _add_own(writer: Any, name: str, config: dict[str, Any]) -> None:
     """Fields of rotary parameters, of windows, of caps and of experts."""
     import gguf
@@ -156,10 +188,10 @@ def _add_own(writer: Any, name: str, config: dict[str, Any]) -> None:
         writer.add_rope_scaling_yarn_log_mul(unit * rope["mscale_all_dim"])
     if "llama_4_scaling_beta" in rope:
         writer.add_attn_temperature_scale(rope["llama_4_scaling_beta"])
-    if "partial_rotary_factor" in rope:
+    if "partial_rotary_factor" in rope and name != "gemma4":
         width = config.get("head_dim", config["hidden_size"] // config["num_attention_heads"])
         writer.add_rope_dimension_count(int(width * rope["partial_rotary_factor"]))
-    if name in ("gemma2", "gemma3", "gpt-oss", "phi3"):
+    if name in ("gemma2", "gemma3", "gemma4", "gpt-oss", "phi3"):
         writer.add_sliding_window(config["sliding_window"] or 0)
     if name == "gemma2":
         writer.add_attn_logit_softcapping(config["attn_logit_softcapping"])
@@ -172,7 +204,8 @@ def _add_own(writer: Any, name: str, config: dict[str, Any]) -> None:
     count = None if is_dense else next((config[x] for x in COUNTS if x in config), None)
     if count is not None:
         writer.add_expert_count(count)
-        writer.add_expert_used_count(config["num_experts_per_tok"])
+        used = "top_k_experts" if name == "gemma4" else "num_experts_per_tok"
+        writer.add_expert_used_count(config[used])
     if count is not None and config["model_type"] not in ("mixtral", "granitemoe"):
         width = config.get("moe_intermediate_size", config["intermediate_size"])
         writer.add_expert_feed_forward_length(width)
@@ -224,7 +257,7 @@ def _as_stored(
         if name in PERMUTED and full.endswith(("q_proj.weight", "k_proj.weight")):
             heads = config["num_attention_heads" if ".q_proj" in full else "num_key_value_heads"]
             weight = _permuted(weight, heads)
-        if name.startswith("gemma") and full.endswith("norm.weight"):
+        if name in ("gemma", "gemma2", "gemma3") and full.endswith("norm.weight"):
             weight = weight + 1
         if name == "gpt-oss" and ".experts." in full:
             yield from _experts_of_gpt_oss(full, weight)
@@ -239,7 +272,9 @@ def _as_stored(
                 yield f"{stem}experts.{part}.weight", rows
         else:
             to = full.replace("correction_bias", "correction.bias")
-            yield f"{to}.weight" if full.endswith("sinks") else to, weight
+            for own, other in RENAMED.items():
+                to = to.replace(own, other)
+            yield f"{to}.weight" if full.endswith(WITHOUT_SUFFIX) else to, weight
 
 
 def _experts_of_gpt_oss(full: str, weight: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:

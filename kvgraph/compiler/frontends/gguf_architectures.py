@@ -5,9 +5,11 @@ Constants that llama.cpp keeps in its code, such as the scale of Gemma's queries
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 from kvgraph.compiler.frontends.gguf_file import Metadata, entries
+from kvgraph.compiler.frontends.gguf_gemma import gemma2, gemma3, gemma4
+from kvgraph.compiler.frontends.gguf_layers import experts, layer_types, window
 from kvgraph.contract.plain import JsonObject
 
 MIXTRAL = {"expert_count": "num_local_experts", "expert_used_count": "num_experts_per_tok"}
@@ -23,15 +25,12 @@ ROUTED = EXPERTS | {"expert_count": "n_routed_experts"}
 SOFTMAX, SIGMOID = 1, 2
 """llama.cpp's numbers of functions that make weights of experts."""
 
-LARGEST_LAYERS = {"gemma2": 46, "gemma3": 62}
-"""Layers of Gemma's models of 27B parameters, by which llama.cpp knows them."""
-
 
 def _dense(given: Metadata, said: JsonObject, width: int) -> JsonObject:
     """A model whose layers are all equal."""
     given.require("rope.dimension_count", width)
-    window = given.number("attention.sliding_window", 0)
-    if 0 < window < said["max_position_embeddings"]:
+    local = given.number("attention.sliding_window", 0)
+    if 0 < local < said["max_position_embeddings"]:
         raise given.refuse("attention.sliding_window", "none")
     return {}
 
@@ -41,11 +40,11 @@ def _llama(given: Metadata, said: JsonObject, width: int) -> JsonObject:
     dense = _dense(given, said, width)
     if not given.get("expert_count"):
         return dense
-    return dense | {"model_type": "mixtral"} | _experts(given, MIXTRAL)
+    return dense | {"model_type": "mixtral"} | experts(given, MIXTRAL)
 
 
 def _qwen3_moe(given: Metadata, said: JsonObject, width: int) -> JsonObject:
-    return _dense(given, said, width) | _experts(given, EXPERTS) | {"norm_topk_prob": True}
+    return _dense(given, said, width) | experts(given, EXPERTS) | {"norm_topk_prob": True}
 
 
 def _qwen2_moe(given: Metadata, said: JsonObject, width: int) -> JsonObject:
@@ -120,7 +119,7 @@ def _has_sigmoid(given: Metadata, said: JsonObject) -> bool:
 def _routed(given: Metadata, said: JsonObject) -> JsonObject:
     """Experts behind dense layers, as DeepSeek has them. The last layers may predict more tokens:
     they are not used."""
-    return _experts(given, ROUTED) | {
+    return experts(given, ROUTED) | {
         "num_hidden_layers": said["num_hidden_layers"]
         - int(given.number("nextn_predict_layers", 0)),
         "n_shared_experts": given.required("expert_shared_count"),
@@ -141,10 +140,10 @@ def _partial(given: Metadata, said: JsonObject, width: int) -> JsonObject:
 def _granite(given: Metadata, said: JsonObject, width: int) -> JsonObject:
     given.require("rope.scaling.finetuned", 1)  # llama.cpp's name for "has rotary embeddings"
     given.require("expert_shared_feed_forward_length", 0)
-    experts = _experts(given, MIXTRAL) if given.kind == "granitemoe" else {}
+    routed = experts(given, MIXTRAL) if given.kind == "granitemoe" else {}
     return (
         _dense(given, said, width)
-        | experts
+        | routed
         | {
             "attention_multiplier": given.number("attention.scale", 0) or width**-0.5,
             "embedding_multiplier": given.number("embedding_scale", 0) or 1.0,
@@ -178,8 +177,8 @@ def _gpt_oss(given: Metadata, said: JsonObject, width: int) -> JsonObject:
         "num_local_experts": given.required("expert_count"),
         "num_experts_per_tok": given.required("expert_used_count"),
         "intermediate_size": given.required("expert_feed_forward_length"),
-        "sliding_window": _window(given, 0),
-        "layer_types": _layer_types(given, said["num_hidden_layers"], 2),
+        "sliding_window": window(given, 0),
+        "layer_types": layer_types(given, said["num_hidden_layers"], 2),
         "rope_parameters": scaling | exact,
     }
 
@@ -196,63 +195,6 @@ def _phi3(given: Metadata, said: JsonObject, width: int) -> JsonObject:
         "rope_parameters": scaling | {"partial_rotary_factor": part},
         "sliding_window": int(given.number("attention.sliding_window", 0)) or None,
     }
-
-
-def _gemma(given: Metadata, said: JsonObject, width: int) -> JsonObject:
-    """The scale of queries of both Gemma 2 and Gemma 3."""
-    if said["rope_parameters"]["rope_type"] not in ("default", "linear"):
-        raise given.refuse("rope.scaling.type", "none or 'linear'")
-    given.require("rope.dimension_count", width)
-    largest = said["num_hidden_layers"] == LARGEST_LAYERS[given.kind]
-    scalar = said["hidden_size"] // said["num_attention_heads"] if largest else width
-    return {"query_pre_attn_scalar": scalar}
-
-
-def _gemma3(given: Metadata, said: JsonObject, width: int) -> JsonObject:
-    local = {"rope_type": "default", "rope_theta": given.number("rope.freq_base_swa", 10000)}
-    window = int(given.number("attention.sliding_window", 0))
-    layers = said["num_hidden_layers"]
-    return _gemma(given, said, width) | {
-        "sliding_window": window or None,
-        "layer_types": _layer_types(given, layers, 6) if window else ["full_attention"] * layers,
-        "rope_parameters": {"full_attention": said["rope_parameters"], "sliding_attention": local},
-        "final_logit_softcapping": given.number("final_logit_softcapping", 0) or None,
-        "attn_logit_softcapping": None,
-    }
-
-
-def _gemma2(given: Metadata, said: JsonObject, width: int) -> JsonObject:
-    given.require("rope.freq_base_swa", said["rope_parameters"]["rope_theta"])
-    return _gemma(given, said, width) | {
-        "sliding_window": _window(given, 4096),
-        "layer_types": _layer_types(given, said["num_hidden_layers"], 2),
-        "final_logit_softcapping": given.number("final_logit_softcapping", 30) or None,
-        "attn_logit_softcapping": given.number("attn_logit_softcapping", 50),
-    }
-
-
-def _window(given: Metadata, default: int) -> int:
-    window = int(given.number("attention.sliding_window", default))
-    if window < 1:
-        raise given.refuse("attention.sliding_window", "a number above 0")
-    return window
-
-
-def _layer_types(given: Metadata, layers: int, every: int) -> list[str]:
-    """Which layers have a window. `every`: the period, whose last layer has none, if the file
-    names none."""
-    name = "attention.sliding_window_pattern"
-    each = entries(given.reader, f"{given.kind}.{name}")
-    period = every if given.get(name) is None else given.get(name)
-    if isinstance(period, int):
-        each = [not period or layer % period < period - 1 for layer in range(layers)]
-    if len(each) != layers:
-        raise given.refuse(name, f"a number, or one for each of {layers} layers")
-    return ["sliding_attention" if has_window else "full_attention" for has_window in each]
-
-
-def _experts(given: Metadata, names: Mapping[str, str]) -> JsonObject:
-    return {name: given.required(own) for own, name in names.items()}
 
 
 Own = Callable[[Metadata, JsonObject, int], JsonObject]
@@ -277,7 +219,8 @@ ARCHITECTURES: dict[str, tuple[str, Own]] = {
     "phi3": ("phi3", _phi3),
     "gpt-oss": ("gpt_oss", _gpt_oss),
     "gemma": ("gemma", _dense),
-    "gemma2": ("gemma2", _gemma2),
-    "gemma3": ("gemma3_text", _gemma3),
+    "gemma2": ("gemma2", gemma2),
+    "gemma3": ("gemma3_text", gemma3),
+    "gemma4": ("gemma4_text", gemma4),
 }
 """Architecture of a file -> transformers' model type, and its own fields."""

@@ -70,11 +70,14 @@ def _require_plain(given: Metadata, width: int, said: JsonObject) -> None:
     """
     if "kv_lora_rank" not in said:
         given.require("attention.value_length", width)
-    given.require("attention.key_length_swa", width)
-    given.require("attention.value_length_swa", width)
-    given.require("rope.dimension_count_swa", given.number("rope.dimension_count", width))
+    has_two = "global_head_dim" in said  # widths of heads
+    local = said["head_dim"] if has_two else width
+    given.require("attention.key_length_swa", local)
+    given.require("attention.value_length_swa", local)
+    part = local if has_two else given.number("rope.dimension_count", width)
+    given.require("rope.dimension_count_swa", part)
     given.require("attention.causal", 1)
-    scale = said.get("query_pre_attn_scalar", width) ** -0.5
+    scale = said.get("query_pre_attn_scalar", 1 if has_two else width) ** -0.5
     for name, plain in (
         ("attention.scale", said.get("attention_multiplier", scale)),
         ("attention.temperature_scale", said["rope_parameters"].get("llama_4_scaling_beta", 0)),

@@ -33,6 +33,7 @@ NUMBERS = (
     "attention.layer_norm_rms_epsilon",
     "attention.q_lora_rank",
     "attention.scale",
+    "attention.shared_kv_layers",
     "attention.sliding_window",
     "attention.temperature_scale",
     "attention.value_length",
@@ -42,6 +43,7 @@ NUMBERS = (
     "block_count",
     "context_length",
     "embedding_length",
+    "embedding_length_per_layer_input",
     "embedding_scale",
     "expert_count",
     "expert_feed_forward_length",
@@ -75,8 +77,10 @@ NUMBERS = (
 
 MAY_BE_0 = (
     "attention.scale",
+    "attention.shared_kv_layers",
     "attention.sliding_window",
     "attention.temperature_scale",
+    "embedding_length_per_layer_input",
     "embedding_scale",
     "expert_count",
     "expert_group_count",
@@ -96,6 +100,9 @@ MAY_BE_0 = (
     "rope.scaling.yarn_log_multiplier",
 )
 """Fields of NUMBERS for which 0 means "none"."""
+
+MAY_BE_LISTS = {"gemma4": ("attention.head_count_kv", "feed_forward_length")}
+"""Fields of NUMBERS for which a file of an architecture may have a number for each layer."""
 
 NORMAL, CONTROL, USER_DEFINED = 1, 3, 4
 """GGUF token types. The last two are matched in a text before it is split."""
@@ -184,6 +191,13 @@ class Metadata:
         """Whether the file has a tensor of this name."""
         return any(each.name == tensor for each in self.reader.tensors)
 
+    def rows(self, tensor: str) -> int:
+        """Rows of a matrix that must be present."""
+        for each in self.reader.tensors:
+            if each.name == tensor:
+                return int(each.shape[-1])
+        raise refuse(self.path, tensor, "a matrix", "none")
+
     def number(self, name: str, default: float) -> float:
         """The number of a field that `require_sizes` has checked."""
         given = self.get(name)
@@ -271,8 +285,10 @@ def require_numbers(path: Path, reader: GGUFReader, names: Iterable[str]) -> Non
 
 def require_sizes(path: Path, reader: GGUFReader, kind: str) -> None:
     """Raise UnsupportedError if a field of NUMBERS, for architecture `kind`, is no valid size."""
-    require_numbers(path, reader, (f"{kind}.{name}" for name in NUMBERS))
-    for name in NUMBERS:
+    lists = [each for each in MAY_BE_LISTS.get(kind, ()) if entries(reader, f"{kind}.{each}")]
+    names = [name for name in NUMBERS if name not in lists]
+    require_numbers(path, reader, (f"{kind}.{name}" for name in names))
+    for name in names:
         given = field(reader, own := f"{kind}.{name}")
         if given is not None and float(given) < (0 if name in MAY_BE_0 else 1e-30):
             raise refuse(path, own, "a number above 0", str(given))

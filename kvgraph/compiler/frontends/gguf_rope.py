@@ -19,6 +19,10 @@ LONG, SHORT = "rope_factors_long.weight", "rope_factors_short.weight"
 LONG_ROPE = ("phi3",)
 """Architectures that may have LONG and SHORT."""
 
+PROPORTIONAL = ("gemma4",)
+STILL = 1e30
+"""Architectures whose factors are 1 for pairs that rotate, and STILL for others."""
+
 MSCALE = {"mistral3": 1, "deepseek2": 10}
 """Architectures whose YaRN may have factors of attention of its own -> `mscale_all_dim` of a
 configuration, divided by the file's field."""
@@ -44,6 +48,8 @@ def rope(given: Metadata, width: int) -> JsonObject:
         return scaled
     if scaled["rope_type"] != "default":
         raise given.refuse("rope.scaling.type", f"none beside {ROTARY}")
+    if given.kind in PROPORTIONAL:
+        return _proportional(given, base, width, tensors[ROTARY])
     return _llama3(given, base, width, tensors[ROTARY])
 
 
@@ -99,6 +105,16 @@ def _scaled(given: Metadata, base: float) -> JsonObject:
             own = mscale if given.kind == "deepseek2" else 1.0
             scaled |= {"mscale": own, "mscale_all_dim": mscale}
     return scaled
+
+
+def _proportional(given: Metadata, base: float, width: int, by: Array) -> JsonObject:
+    """Rope parameters of heads of `width` whose last pairs do not rotate: their factors in `by` are
+    so large that they divide frequencies to nothing. UnsupportedError for other factors."""
+    rotates = int((by == 1).sum())
+    if 2 * len(by) != width or not ((by[:rotates] == 1).all() and (by[rotates:] >= STILL).all()):
+        raise refuse(given.path, ROTARY, f"factors 1, then factors of {STILL:g}", "others")
+    part = rotates / len(by)
+    return {"rope_type": "proportional", "rope_theta": base, "partial_rotary_factor": part}
 
 
 def _llama3(given: Metadata, base: float, width: int, by: Array) -> JsonObject:

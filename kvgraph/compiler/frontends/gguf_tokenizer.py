@@ -78,6 +78,9 @@ NAMED_TEMPLATE = f"{TEMPLATE_FIELD}."
 SPACE = "▁"
 """The character that SentencePiece writes for a space."""
 
+MODELS = ("gpt2", "llama", "gemma4")
+"""Kinds of tokenizers: byte-level, and two that are SentencePiece's; the last one has merges."""
+
 PHI_3 = ("phi-3", "phi3")
 NOT_STRIPPED = ("<unk>", "<s>", "<|endoftext|>")
 """llama.cpp drops the space behind tokens of models with such names, but not behind these."""
@@ -116,8 +119,8 @@ def ends(reader: GGUFReader) -> list[int]:
 def write_tokenizer(path: Path, reader: GGUFReader, folder: Path) -> None:
     """Write transformers' conversion of the tokenizer, corrected to the file's own token ids."""
     model, pre = (field(reader, f"tokenizer.ggml.{name}") for name in ("model", "pre"))
-    if model not in ("gpt2", "llama"):
-        raise refuse(path, "tokenizer.ggml.model", "'gpt2' or 'llama'", repr(model))
+    if model not in MODELS:
+        raise refuse(path, "tokenizer.ggml.model", f"one of {list(MODELS)}", repr(model))
     is_bytes = model == "gpt2"
     if is_bytes and pre not in (*GPT2, *DIGITS, *_splits()):
         wanted = "a way to split text that transformers knows"
@@ -140,6 +143,8 @@ def write_tokenizer(path: Path, reader: GGUFReader, folder: Path) -> None:
             whole[place] = type_ == CONTROL or place in whole
     data: JsonObject = json.loads((folder / TOKENIZER).read_text())
     named = str(field(reader, "general.name") or "").lower()
+    if model == "gemma4" and adds_bos and roles["bos"] is not None:
+        _begin_with(data, tokens[int(roles["bos"])])
     _place_tokens(data, tokens, whole, strips=any(name in named for name in PHI_3))
     if is_bytes:
         _split_by(data, str(pre))
@@ -191,6 +196,17 @@ def _convert(path: Path, folder: Path, adds_bos: bool) -> None:
             add_bos_token=adds_bos,
         )
         tokenizer.save_pretrained(folder)
+
+
+def _begin_with(data: JsonObject, token: str) -> None:
+    """Begin each text with `token`, as llama.cpp does; transformers' rule for Gemma 4 does not."""
+    given = data["post_processor"]
+    special = {"SpecialToken": {"id": token, "type_id": 0}}
+    begun = {token: {"id": token, "ids": [], "tokens": [token]}}
+    data["post_processor"] = given | {
+        "single": [special, *given["single"]],
+        "special_tokens": given["special_tokens"] | begun,
+    }
 
 
 def _place_tokens(

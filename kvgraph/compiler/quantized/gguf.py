@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 LAYER = re.compile(r"blk\.(\d+)\.")
+KEYS_AND_VALUES = re.compile(LAYER.pattern + r"attn_(k|v|k_norm)\.weight")
 
 PREDICTING = ("glm4_moe", "deepseek_v3")
 """Types of models whose files may have layers that predict more tokens."""
@@ -65,7 +66,7 @@ def weights(model: PreTrainedModel, config: Config) -> tuple[dict[str, Values], 
         name = names.get(tensor.name, names.get(stem))
         if name is not None:
             sources.setdefault(name, []).append(tensor)
-        elif not (is_rotary(kind, tensor.name) or _predicts_more(tensor.name, model)):
+        elif not (is_rotary(kind, tensor.name) or _is_unused(tensor.name, model)):
             wanted = f"tensors of {model.config.model_type!r} alone"
             raise refuse(path, tensor.name, wanted, "one that it lacks")
     kinds = sorted({t.tensor_type.name for t in reader.tensors if len(t.shape) > 1})
@@ -76,14 +77,17 @@ def weights(model: PreTrainedModel, config: Config) -> tuple[dict[str, Values], 
     return values, ", ".join(["gguf", *kinds])
 
 
-def _predicts_more(tensor: str, model: PreTrainedModel) -> bool:
-    """Whether a tensor is of a layer behind the model's, which predicts one more token."""
+def _is_unused(tensor: str, model: PreTrainedModel) -> bool:
+    """Whether a tensor is of a layer behind the model's, which predicts one more token, or makes
+    keys and values of a layer that reads those of another."""
     layer = LAYER.match(tensor)
-    return (
-        model.config.model_type in PREDICTING
-        and layer is not None
-        and int(layer[1]) >= model.config.num_hidden_layers
-    )
+    if layer is None:
+        return False
+    behind = int(layer[1]) - model.config.num_hidden_layers
+    if behind >= 0:
+        return model.config.model_type in PREDICTING
+    shared = getattr(model.config, "num_kv_shared_layers", 0)
+    return behind >= -shared and KEYS_AND_VALUES.fullmatch(tensor) is not None
 
 
 def _values(

@@ -13,7 +13,7 @@ from kvgraph.compiler.frontends.folder import Config
 from kvgraph.contract.dims import Array
 
 LAYER = r"(?:model\.)?layers\.(\d+)"
-EXPERTS = re.compile(LAYER + r"\.(?:mlp|block_sparse_moe)\.experts\.(gate_up|down)_proj(_bias)?")
+EXPERTS = re.compile(LAYER + r"(?:\.mlp|\.block_sparse_moe)?\.experts\.(gate_up|down)_proj(_bias)?")
 PARTS = {"gate_up": ("gate", "up"), "down": ("down",)}
 EXPERTS_TENSOR = re.compile(r"blk\.\d+\.ffn_(gate|up|down)_exps\.(weight|bias)")
 
@@ -22,6 +22,8 @@ LATENT_TENSOR = re.compile(r"blk\.\d+\.attn_(k|v)_b\.weight")
 ROUTERS = {
     "ffn_gate_inp.weight": re.compile(LAYER + r"\.block_sparse_moe\.router\.weight"),
     "exp_probs_b.bias": re.compile(LAYER + r"\.mlp\.gate\.e_score_correction_bias"),
+    "ffn_gate_inp.scale": re.compile(LAYER + r"\.router\.scale"),
+    "ffn_down_exps.scale": re.compile(LAYER + r"\.router\.per_expert_scale"),
 }
 """Tensors of a layer -> their parameters, which the gguf package does not know."""
 

@@ -42,13 +42,26 @@ class Slabs:
 
     def write(self, at: Slot, parts: Sequence[memoryview]) -> None:
         """Write a record without syncing it to disk: a checksum detects lost bytes."""
-        size = sum(part.nbytes for part in parts)
-        if os.pwritev(self._file(at.stride), parts, at.slot * at.stride) != size:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        file, offset, rest = self._file(at.stride), at.slot * at.stride, list(parts)
+        while rest:  # a call moves at most 2 GiB on Linux
+            count = os.pwritev(file, rest, offset)
+            if not count:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            offset += count
+            while rest and count >= rest[0].nbytes:
+                count -= rest.pop(0).nbytes
+            if count:
+                rest[0] = rest[0][count:]
 
     def read(self, at: Slot, out: memoryview) -> bool:
         """Fill `out` from a slot; False if the file is too short."""
-        return os.preadv(self._file(at.stride), [out], at.slot * at.stride) == out.nbytes
+        file, offset, rest = self._file(at.stride), at.slot * at.stride, out
+        while rest:
+            count = os.preadv(file, [rest], offset)
+            if not count:
+                return False
+            offset, rest = offset + count, rest[count:]
+        return True
 
     def free(self, at: Slot) -> None:
         """Give a slot's blocks back to the file system, if it supports that (ext4, XFS, tmpfs...).

@@ -1,0 +1,138 @@
+"""GGUF files of Gemma 4: layers that differ in heads, in widths and in what they store."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tokenizers
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+import kvgraph
+from kvgraph.compiler.frontends.gguf import as_folder
+from tests.compiler.test_gguf_architectures import OTHERWISE, TEXT, loaded, plain, refused
+from tests.support import gguf_files
+from tests.support.models import greedy_tokens, make_model
+
+TYPES = ["sliding_attention", "full_attention"]
+COMMON: dict[str, Any] = {"vocab_size": 258, "sliding_window": 24, "global_head_dim": 32}
+MODELS: dict[str, dict[str, Any]] = {
+    "small": COMMON
+    | {"num_hidden_layers": 4, "layer_types": TYPES * 2, "num_kv_shared_layers": 2}
+    | {"hidden_size_per_layer_input": 16, "vocab_size_per_layer_input": 258}
+    | {"use_double_wide_mlp": True},
+    "dense": COMMON
+    | {"num_hidden_layers": 2, "layer_types": TYPES, "hidden_size_per_layer_input": 0}
+    | {"attention_k_eq_v": True, "num_global_key_value_heads": 1}
+    | {"final_logit_softcapping": 20.0},
+    "experts": COMMON
+    | {"num_hidden_layers": 2, "layer_types": TYPES, "hidden_size_per_layer_input": 0}
+    | {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2}
+    | {"moe_intermediate_size": 32},
+}
+FACTORS = np.array([1.0] * 4 + [1e30] * 12)
+"""A quarter of the pairs of a head turns."""
+
+SHARED = "model.layers.3.self_attn."
+"""A layer of "small" that reads keys and values of another."""
+
+
+def make(name: str, tmp_path: Path, **more: Any) -> tuple[Path, Path]:
+    """A checkpoint whose vectors are random too, and its file."""
+    folder = make_model("gemma4_text", tmp_path / "model", **MODELS[name])
+    stored, random = load_file(folder / "model.safetensors"), torch.Generator().manual_seed(3)
+    for tensor, given in stored.items():
+        if given.ndim == 1:
+            stored[tensor] = given + 0.2 * torch.randn(given.shape, generator=random)
+    if name == "small":  # published checkpoints have them, and no model reads them
+        stored |= {f"{SHARED}{part}_proj.weight": torch.ones(64, 64) for part in "kv"}
+        stored[f"{SHARED}k_norm.weight"] = torch.ones(32)
+    save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
+    more = {"text": TEXT, "factors": FACTORS} | more
+    return folder, gguf_files.make(folder, tmp_path / "model.gguf", **more)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_configuration_and_weights(name: str, tmp_path: Path) -> None:
+    model, path = make(name, tmp_path)
+    expected = json.loads((model / "config.json").read_text())
+    with as_folder(path) as folder:
+        found, weights = json.loads((folder / "config.json").read_text()), loaded(folder)
+    for field, value in expected.items():
+        if field not in OTHERWISE:
+            assert plain(found[field]) == plain(value), field
+    assert found["model_type"] == "gemma4_text"
+    wanted = loaded(model)
+    assert weights.keys() == wanted.keys()
+    for tensor, value in wanted.items():
+        assert torch.equal(weights[tensor], value), tensor
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_tokens_are_those_of_transformers(name: str, tmp_path: Path) -> None:
+    folder, path = make(name, tmp_path)
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager"
+    )
+    kvgraph.compile(path, tmp_path / "out", weights="fp32", page_size=16, check=False)
+    prompt = [3 + 7 * i % 250 for i in range(60)]
+    greedy = kvgraph.SamplingParams(max_new_tokens=8, ignore_eos=True)
+    with kvgraph.Engine(tmp_path / "out", num_pages=32) as engine:
+        (done,) = engine.generate([prompt], greedy)
+    assert done.token_ids == greedy_tokens(model, prompt, 8)
+
+
+WIDTHS = {"gemma4__feed_forward_length": [96, 96, 192, 96]}
+THRICE = {"gemma4__feed_forward_length": [96, 96, 288, 288]}
+HEADS = {"gemma4__attention__head_count_kv": [2, 1, 2, 1]}
+FEW = {"gemma4__attention__head_count_kv": [2, 1]}
+PATTERN = {"gemma4__attention__sliding_window_pattern": [True]}
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        (WIDTHS, "feed_forward_length: expected one number above 0 for each of two kinds of"),
+        (THRICE, "feed_forward_length: expected the same or twice as much in the last layers"),
+        (HEADS, "head_count_kv: expected one number with projections of values, got [2, 1, 2, 1]"),
+        (FEW, "head_count_kv: expected a number, or one for each of 4 layers, got [2, 1]"),
+        (PATTERN, "sliding_window_pattern: expected a number, or one for each of 4 layers"),
+        ({"gemma4__attention__scale": 0.25}, "attention.scale: expected 1, got 0.25"),
+        ({"gemma4__rope__dimension_count_swa": 8}, "dimension_count_swa: expected 16, got 8"),
+        ({"without": "per_layer_token_embd.weight"}, "per_layer_token_embd.weight: expected a m"),
+        ({"gemma4__attention__shared_kv_layers": 1}, "feed_forward_length: expected one number ab"),
+    ],
+)
+def test_layers_that_no_configuration_can_hold(
+    fields: dict[str, Any], said: str, tmp_path: Path
+) -> None:
+    _, path = make("small", tmp_path, **fields)
+    assert said in refused(path)
+
+
+def test_factors_that_turn_pairs_a_little(tmp_path: Path) -> None:
+    _, path = make("dense", tmp_path, factors=np.array([1.0] * 4 + [2.0] * 12))
+    assert "rope_freqs.weight: expected factors 1, then factors of 1e+30, got o" in refused(path)
+
+
+def test_the_tokenizer(tmp_path: Path) -> None:
+    """Texts begin with the file's first token. transformers leaves it out."""
+    said = gguf_files.sentencepiece(add_space_prefix=False, add_bos_token=True)
+    said |= {"model": "gemma4", "merges": ["h i", "▁ hi"]}
+    said["tokens"].append("<turn|>")
+    said["scores"].append(0.0)
+    said["token_type"].append(3)
+    settings = MODELS["dense"] | {"vocab_size": 265}
+    folder = make_model("gemma4_text", tmp_path / "model", **settings)
+    path = gguf_files.make(folder, tmp_path / "model.gguf", text=said, factors=FACTORS)
+    with as_folder(path) as found:
+        tokenizer = tokenizers.Tokenizer.from_file(str(found / "tokenizer.json"))
+        config = json.loads((found / "config.json").read_text())
+    assert tokenizer.encode("hi hi<turn|>é").ids == [1, 260, 259, 264, 198, 172]
+    assert tokenizer.decode([260, 259, 198, 172]) == "hi hié"
+    assert config["eos_token_id"] == [2, 264]
