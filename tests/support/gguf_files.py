@@ -31,11 +31,16 @@ ARCHITECTURES = {
     "gemma2": "gemma2",
     "gemma3_text": "gemma3",
     "gemma4_text": "gemma4",
+    "ernie4_5": "ernie4_5",
+    "ernie4_5_moe": "ernie4_5-moe",
+    "olmo2": "olmo2",
+    "olmo3": "olmo2",
     "gpt_oss": "gpt-oss",
     "phi3": "phi3",
 }
 
-COUNTS = ("num_local_experts", "num_experts", "n_routed_experts")
+COUNTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+USED = {"gemma4": "top_k_experts", "ernie4_5-moe": "moe_k"}
 
 MULTIPLIERS = {
     "attention_multiplier": "attention.scale",
@@ -160,7 +165,6 @@ def _add_gemma4(writer: Any, config: dict[str, Any]) -> None:
     writer.add_rope_dimension_count_swa(config["head_dim"])
     writer.add_shared_kv_layers(config["num_kv_shared_layers"])
     writer.add_embedding_length_per_layer_input(config["hidden_size_per_layer_input"])
-    writer.add_sliding_window_pattern(local)
 
 
 def _add_own(writer: Any, name: str, config: dict[str, Any]) -> None:
@@ -168,11 +172,11 @@ def _add_own(writer: Any, name: str, config: dict[str, Any]) -> None:
     import gguf
 
     rope = config["rope_parameters"]
-    local = rope.get("sliding_attention")
+    other = rope.get("sliding_attention")
     rope = rope.get("full_attention", rope)
     writer.add_rope_freq_base(rope["rope_theta"])
-    if local is not None and local["rope_theta"] != 10000:
-        writer.add_rope_freq_base_swa(local["rope_theta"])
+    if other is not None and other["rope_theta"] != 10000:
+        writer.add_rope_freq_base_swa(other["rope_theta"])
     if rope["rope_type"] in ("linear", "yarn"):
         writer.add_rope_scaling_type(gguf.RopeScalingType(rope["rope_type"]))
         writer.add_rope_scaling_factor(rope["factor"])
@@ -191,8 +195,15 @@ def _add_own(writer: Any, name: str, config: dict[str, Any]) -> None:
     if "partial_rotary_factor" in rope and name != "gemma4":
         width = config.get("head_dim", config["hidden_size"] // config["num_attention_heads"])
         writer.add_rope_dimension_count(int(width * rope["partial_rotary_factor"]))
-    if name in ("gemma2", "gemma3", "gemma4", "gpt-oss", "phi3"):
-        writer.add_sliding_window(config["sliding_window"] or 0)
+    if name in ("gemma2", "gemma3", "gemma4", "gpt-oss", "olmo2", "phi3"):
+        writer.add_sliding_window(config.get("sliding_window") or 0)
+    if config["model_type"] in ("gemma4_text", "olmo3"):
+        local = [kind == "sliding_attention" for kind in config["layer_types"]]
+        writer.add_sliding_window_pattern(local)
+    if name == "ernie4_5-moe":
+        writer.add_interleave_moe_layer_step(config["moe_layer_interval"])
+        writer.add_leading_dense_block_count(config["moe_layer_start_index"])
+        writer.add_expert_shared_count(config["moe_num_shared_experts"])
     if name == "gemma2":
         writer.add_attn_logit_softcapping(config["attn_logit_softcapping"])
     if config.get("final_logit_softcapping"):
@@ -204,8 +215,7 @@ def _add_own(writer: Any, name: str, config: dict[str, Any]) -> None:
     count = None if is_dense else next((config[x] for x in COUNTS if x in config), None)
     if count is not None:
         writer.add_expert_count(count)
-        used = "top_k_experts" if name == "gemma4" else "num_experts_per_tok"
-        writer.add_expert_used_count(config[used])
+        writer.add_expert_used_count(config[USED.get(name, "num_experts_per_tok")])
     if count is not None and config["model_type"] not in ("mixtral", "granitemoe"):
         width = config.get("moe_intermediate_size", config["intermediate_size"])
         writer.add_expert_feed_forward_length(width)

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from kvgraph.compiler.frontends.gguf_file import Metadata, entries
 from kvgraph.compiler.frontends.gguf_gemma import gemma2, gemma3, gemma4
-from kvgraph.compiler.frontends.gguf_layers import experts, layer_types, window
+from kvgraph.compiler.frontends.gguf_layers import FULL, SLIDING, experts, layer_types, window
 from kvgraph.contract.plain import JsonObject
 
 MIXTRAL = {"expert_count": "num_local_experts", "expert_used_count": "num_experts_per_tok"}
@@ -18,6 +18,13 @@ EXPERTS = {
     "expert_count": "num_experts",
     "expert_used_count": "num_experts_per_tok",
     "expert_feed_forward_length": "moe_intermediate_size",
+}
+
+ERNIE = {
+    "expert_count": "moe_num_experts",
+    "expert_used_count": "moe_k",
+    "expert_feed_forward_length": "moe_intermediate_size",
+    "interleave_moe_layer_step": "moe_layer_interval",
 }
 
 ROUTED = EXPERTS | {"expert_count": "n_routed_experts"}
@@ -53,6 +60,33 @@ def _qwen2_moe(given: Metadata, said: JsonObject, width: int) -> JsonObject:
         "norm_topk_prob": False,
         "shared_expert_intermediate_size": shared,
     }
+
+
+def _olmo2(given: Metadata, said: JsonObject, width: int) -> JsonObject:
+    """Olmo 3 too, whose layers with a window have rotary embeddings without scaling."""
+    if not given.number("attention.sliding_window", 0):
+        return _dense(given, said, width)
+    given.require("rope.dimension_count", width)
+    rope: JsonObject = said["rope_parameters"]
+    theta = given.number("rope.freq_base_swa", rope["rope_theta"])
+    return {
+        "model_type": "olmo3",
+        "sliding_window": window(given, 0),
+        "layer_types": layer_types(given, said["num_hidden_layers"], 4),
+        "rope_parameters": {FULL: rope, SLIDING: {"rope_type": "default", "rope_theta": theta}},
+    }
+
+
+def _ernie_moe(given: Metadata, said: JsonObject, width: int) -> JsonObject:
+    """Experts behind dense layers, in each layer or in every second, third..."""
+    return (
+        _dense(given, said, width)
+        | experts(given, ERNIE)
+        | {
+            "moe_num_shared_experts": int(given.number("expert_shared_count", 0)),
+            "moe_layer_start_index": int(given.number("leading_dense_block_count", 0)),
+        }
+    )
 
 
 def _glm4(given: Metadata, said: JsonObject, width: int) -> JsonObject:
@@ -216,6 +250,9 @@ ARCHITECTURES: dict[str, tuple[str, Own]] = {
     "glm4": ("glm4", _glm4),
     "glm4moe": ("glm4_moe", _glm4_moe),
     "deepseek2": ("deepseek_v2", _deepseek2),
+    "ernie4_5": ("ernie4_5", _dense),
+    "ernie4_5-moe": ("ernie4_5_moe", _ernie_moe),
+    "olmo2": ("olmo2", _olmo2),
     "phi3": ("phi3", _phi3),
     "gpt-oss": ("gpt_oss", _gpt_oss),
     "gemma": ("gemma", _dense),

@@ -55,6 +55,7 @@ NUMBERS = (
     "expert_weights_scale",
     "feed_forward_length",
     "final_logit_softcapping",
+    "interleave_moe_layer_step",
     "leading_dense_block_count",
     "logit_scale",
     "nextn_predict_layers",

@@ -1,4 +1,4 @@
-"""GGUF files of Gemma 4: layers that differ in heads, in widths and in what they store."""
+"""GGUF files of models whose layers differ: in heads, widths, windows, experts, what they store."""
 
 from __future__ import annotations
 
@@ -20,40 +20,70 @@ from tests.support import gguf_files
 from tests.support.models import greedy_tokens, make_model
 
 TYPES = ["sliding_attention", "full_attention"]
-COMMON: dict[str, Any] = {"vocab_size": 258, "sliding_window": 24, "global_head_dim": 32}
-MODELS: dict[str, dict[str, Any]] = {
-    "small": COMMON
-    | {"num_hidden_layers": 4, "layer_types": TYPES * 2, "num_kv_shared_layers": 2}
-    | {"hidden_size_per_layer_input": 16, "vocab_size_per_layer_input": 258}
-    | {"use_double_wide_mlp": True},
-    "dense": COMMON
-    | {"num_hidden_layers": 2, "layer_types": TYPES, "hidden_size_per_layer_input": 0}
-    | {"attention_k_eq_v": True, "num_global_key_value_heads": 1}
-    | {"final_logit_softcapping": 20.0},
-    "experts": COMMON
-    | {"num_hidden_layers": 2, "layer_types": TYPES, "hidden_size_per_layer_input": 0}
-    | {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2}
-    | {"moe_intermediate_size": 32},
+GEMMA: dict[str, Any] = {"vocab_size": 258, "sliding_window": 24, "global_head_dim": 32}
+YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0}
+YARN |= {"original_max_position_embeddings": 64, "beta_fast": 32.0, "beta_slow": 1.0}
+
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "gemma4 small": (
+        "gemma4_text",
+        GEMMA
+        | {"num_hidden_layers": 4, "layer_types": TYPES * 2, "num_kv_shared_layers": 2}
+        | {"hidden_size_per_layer_input": 16, "vocab_size_per_layer_input": 258}
+        | {"use_double_wide_mlp": True},
+    ),
+    "gemma4 dense": (
+        "gemma4_text",
+        GEMMA
+        | {"num_hidden_layers": 2, "layer_types": TYPES, "hidden_size_per_layer_input": 0}
+        | {"attention_k_eq_v": True, "num_global_key_value_heads": 1}
+        | {"final_logit_softcapping": 20.0},
+    ),
+    "gemma4 experts": (
+        "gemma4_text",
+        GEMMA
+        | {"num_hidden_layers": 2, "layer_types": TYPES, "hidden_size_per_layer_input": 0}
+        | {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2}
+        | {"moe_intermediate_size": 32},
+    ),
+    "ernie": ("ernie4_5", {}),
+    "ernie experts": (
+        "ernie4_5_moe",
+        {"num_hidden_layers": 3, "moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 32},
+    ),
+    "olmo2": ("olmo2", {}),
+    "olmo3": (
+        "olmo3",
+        {"num_hidden_layers": 5, "sliding_window": 24}
+        | {
+            "rope_parameters": {
+                TYPES[1]: YARN,
+                TYPES[0]: {"rope_type": "default", "rope_theta": 1e4},
+            }
+        },
+    ),
 }
 FACTORS = np.array([1.0] * 4 + [1e30] * 12)
 """A quarter of the pairs of a head turns."""
 
 SHARED = "model.layers.3.self_attn."
-"""A layer of "small" that reads keys and values of another."""
+"""A layer of "gemma4 small" that reads keys and values of another."""
 
 
 def make(name: str, tmp_path: Path, **more: Any) -> tuple[Path, Path]:
     """A checkpoint whose vectors are random too, and its file."""
-    folder = make_model("gemma4_text", tmp_path / "model", **MODELS[name])
+    architecture, settings = MODELS[name]
+    folder = make_model(architecture, tmp_path / "model", **{"vocab_size": 258} | settings)
     stored, random = load_file(folder / "model.safetensors"), torch.Generator().manual_seed(3)
     for tensor, given in stored.items():
         if given.ndim == 1:
             stored[tensor] = given + 0.2 * torch.randn(given.shape, generator=random)
-    if name == "small":  # published checkpoints have them, and no model reads them
+    if name == "gemma4 small":  # published checkpoints have them, and no model reads them
         stored |= {f"{SHARED}{part}_proj.weight": torch.ones(64, 64) for part in "kv"}
         stored[f"{SHARED}k_norm.weight"] = torch.ones(32)
     save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
-    more = {"text": TEXT, "factors": FACTORS} | more
+    factors = FACTORS if architecture == "gemma4_text" else None
+    more = {"text": TEXT, "factors": factors} | more
     return folder, gguf_files.make(folder, tmp_path / "model.gguf", **more)
 
 
@@ -64,9 +94,9 @@ def test_configuration_and_weights(name: str, tmp_path: Path) -> None:
     with as_folder(path) as folder:
         found, weights = json.loads((folder / "config.json").read_text()), loaded(folder)
     for field, value in expected.items():
-        if field not in OTHERWISE:
+        if field not in (*OTHERWISE, "head_dim"):
             assert plain(found[field]) == plain(value), field
-    assert found["model_type"] == "gemma4_text"
+    assert found["model_type"] == expected["model_type"]
     wanted = loaded(model)
     assert weights.keys() == wanted.keys()
     for tensor, value in wanted.items():
@@ -111,23 +141,23 @@ PATTERN = {"gemma4__attention__sliding_window_pattern": [True]}
 def test_layers_that_no_configuration_can_hold(
     fields: dict[str, Any], said: str, tmp_path: Path
 ) -> None:
-    _, path = make("small", tmp_path, **fields)
+    _, path = make("gemma4 small", tmp_path, **fields)
     assert said in refused(path)
 
 
 def test_factors_that_turn_pairs_a_little(tmp_path: Path) -> None:
-    _, path = make("dense", tmp_path, factors=np.array([1.0] * 4 + [2.0] * 12))
+    _, path = make("gemma4 dense", tmp_path, factors=np.array([1.0] * 4 + [2.0] * 12))
     assert "rope_freqs.weight: expected factors 1, then factors of 1e+30, got o" in refused(path)
 
 
-def test_the_tokenizer(tmp_path: Path) -> None:
+def test_the_tokenizer_of_gemma4(tmp_path: Path) -> None:
     """Texts begin with the file's first token. transformers leaves it out."""
     said = gguf_files.sentencepiece(add_space_prefix=False, add_bos_token=True)
     said |= {"model": "gemma4", "merges": ["h i", "▁ hi"]}
     said["tokens"].append("<turn|>")
     said["scores"].append(0.0)
     said["token_type"].append(3)
-    settings = MODELS["dense"] | {"vocab_size": 265}
+    settings = MODELS["gemma4 dense"][1] | {"vocab_size": 265}
     folder = make_model("gemma4_text", tmp_path / "model", **settings)
     path = gguf_files.make(folder, tmp_path / "model.gguf", text=said, factors=FACTORS)
     with as_folder(path) as found:
