@@ -123,7 +123,7 @@ def test_frequencies_of_llama_3(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"split__count": 3}, "expected a whole GGUF file, got a part of one; join the parts"),
+        ({"split__count": 3}, "got part 1 of 3; give that file, with the other parts in its f"),
         (
             {"llama__rope__scaling__type": "longrope"},
             "llama.rope.scaling.type: expected none, 'linear' or 'yarn', got 'longrope'",
@@ -219,22 +219,6 @@ def test_files_that_are_no_model(
     writer.write_tensors_to_file()
     writer.close()
     assert refused(path) == f"{path}: expected a GGUF file of a model, got {said}"
-
-
-def test_a_later_part_is_told_as_the_first(tmp_path: Path) -> None:
-    """It has no fields but those of the parts."""
-    writer = gguf.GGUFWriter(tmp_path / "model.gguf", "llama", split_max_tensors=1)
-    for name in ("token_embd.weight", "output.weight"):
-        writer.add_tensor(name, np.zeros((2, 2), np.float32))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    for part in sorted(tmp_path.glob("*-of-00002.gguf")):
-        assert refused(part) == (
-            f"{part}: expected a whole GGUF file, got a part of one; join the parts with "
-            "llama-gguf-split --merge"
-        )
 
 
 def test_metadata_that_changes_nothing(model_folder: Callable[[str], Path], tmp_path: Path) -> None:

@@ -74,6 +74,7 @@ def make(
     vector: str = "",
     text: Mapping[str, Any] | None = None,
     byte_order: str = "LITTLE",
+    most_tensors: int = 0,
     **fields: Any,
 ) -> Path:
     """The checkpoint in `folder` with matrices as blocks of `kind`; `fields` are more metadata.
@@ -89,7 +90,9 @@ def make(
 
     config = json.loads((folder / "config.json").read_text())
     name = name or ARCHITECTURES[config["model_type"]]
-    writer = gguf.GGUFWriter(out, name, endianess=gguf.GGUFEndian[byte_order])
+    writer = gguf.GGUFWriter(
+        out, name, endianess=gguf.GGUFEndian[byte_order], split_max_tensors=most_tensors
+    )
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(config["hidden_size"])
     writer.add_block_count(config["num_hidden_layers"] + more_layers)

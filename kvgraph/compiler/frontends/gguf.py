@@ -99,12 +99,6 @@ def _require_model(path: Path, reader: GGUFReader) -> None:
 def _require_readable(path: Path, reader: GGUFReader) -> str:
     """The architecture of a file that can be read. UnsupportedError for any other."""
     _require_model(path, reader)
-    require_numbers(path, reader, ["split.count"])
-    if int(field(reader, "split.count") or 1) > 1:  # later parts have no other fields
-        raise UnsupportedError(
-            f"{path}: expected a whole GGUF file, got a part of one; join the parts with "
-            "llama-gguf-split --merge"
-        )
     kind = str(field(reader, "general.architecture"))
     if kind not in ARCHITECTURES:
         raise refuse(path, "general.architecture", f"one of {list(ARCHITECTURES)}", repr(kind))

@@ -108,6 +108,10 @@ MAY_BE_LISTS = {"gemma4": ("attention.head_count_kv", "feed_forward_length")}
 NORMAL, CONTROL, USER_DEFINED = 1, 3, 4
 """GGUF token types. The last two are matched in a text before it is split."""
 
+SPLIT = ("split.no", "split.count", "split.tensors.count")
+PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
+"""Fields of a file that is a part, and its name: number and count of parts."""
+
 UNKNOWN_TYPE = re.compile(r"(\d+)\)? is not a valid GGMLQuantizationType")
 """The gguf package's message for a tensor type that it does not know."""
 
@@ -125,8 +129,42 @@ def told_of(path: Path, folder: str) -> Iterator[None]:
 
 
 def open_file(path: Path) -> GGUFReader:
-    """Open a GGUF file. ModelError: it is damaged. UnsupportedError: its byte order is not this
-    machine's, or the gguf package does not know a tensor's type."""
+    """Open a GGUF file. If it is the first of several parts, the tensors of the others are added.
+
+    ModelError: a file is damaged, or a part is missing or of another model. UnsupportedError: the
+    byte order is not this machine's, the gguf package does not know a tensor's type, or `path` is a
+    later part.
+    """
+    reader = _open(path)
+    require_numbers(path, reader, SPLIT)
+    number, count, _ = (int(field(reader, name) or 0) for name in SPLIT)
+    if count < 2:
+        return reader
+    named = PART.fullmatch(path.name)
+    if named is None or int(named[3]) != count or number or int(named[2]) != 1:
+        first = f"{named[1] if named else path.stem}-00001-of-{count:05}.gguf"
+        raise UnsupportedError(
+            f"{path}: expected the first part of a GGUF file, {first}, got part {number + 1} of "
+            f"{count}; give that file, with the other parts in its folder"
+        )
+    for place in range(1, count):
+        other = path.with_name(f"{named[1]}-{place + 1:05}-of-{count:05}.gguf")
+        if not other.is_file():
+            raise ModelError(f"{path}: expected {count} parts in one folder, got no {other.name}")
+        part = _open(other)
+        if [field(part, name) for name in SPLIT] != [place, count, field(reader, SPLIT[2])]:
+            raise ModelError(f"{other}: expected part {place + 1} of {path.name}, got another")
+        reader.tensors.extend(part.tensors)
+    names = {tensor.name for tensor in reader.tensors}
+    if len(names) != field(reader, SPLIT[2]):
+        raise ModelError(
+            f"{path}: {SPLIT[2]}: expected that of its parts, {len(names)}, got "
+            f"{field(reader, SPLIT[2])}"
+        )
+    return reader
+
+
+def _open(path: Path) -> GGUFReader:
     try:
         import transformers  # noqa: F401
         from gguf import GGUFReader
