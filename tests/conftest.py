@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import signal
+import sqlite3
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -123,6 +125,23 @@ def patient_tiers() -> None:
     """Engines of this process wait for their tiers on a slow machine too, and compute nothing that
     is there. Tests of that patience set their own."""
     lookup.PATIENCE_SECONDS = workers.GRACE_SECONDS = 30.0
+
+
+@pytest.fixture(autouse=True)
+def closed_databases() -> Iterator[None]:
+    """Those of stores that a test leaves open, of which Python warns from 3.13 on."""
+    made, connect = [], sqlite3.connect
+
+    def connected(*arguments: Any, **options: Any) -> sqlite3.Connection:
+        made.append(connect(*arguments, **options))
+        return made[-1]
+
+    sqlite3.connect = connected
+    yield
+    sqlite3.connect = connect
+    for database in made:
+        with contextlib.suppress(sqlite3.ProgrammingError):  # of another thread
+            database.close()
 
 
 @pytest.fixture(scope="session")

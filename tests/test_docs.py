@@ -178,7 +178,8 @@ def test_examples_run(
     monkeypatch.chdir(tmp_path)
     noisy = path.name.startswith(("07", "08"))  # torch's exporter and compiler warn of themselves
     if path.name.startswith(("01", "08")):
-        allowed = ["-W", "ignore::DeprecationWarning", "-W", "ignore::FutureWarning"]
+        kinds = ("DeprecationWarning", "FutureWarning", "RuntimeWarning")
+        allowed = [each for kind in kinds for each in ("-W", f"ignore::{kind}")]
         options = ["-W", "error", *(allowed if noisy else [])]
         command = [sys.executable, *options, str(path), str(artifact)]
         done = subprocess.run(command, capture_output=True, text=True)
@@ -190,6 +191,7 @@ def test_examples_run(
     printed = io.StringIO()
     with warnings.catch_warnings(), contextlib.redirect_stdout(printed):
         warnings.simplefilter("error")
+        warnings.filterwarnings("ignore", "AnnAssign", DeprecationWarning)  # Triton, Python 3.13
         if noisy:
             warnings.simplefilter("ignore", DeprecationWarning)
             warnings.simplefilter("ignore", FutureWarning)

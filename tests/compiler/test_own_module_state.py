@@ -182,7 +182,7 @@ def test_batch_norm_by_the_numbers_of_its_training(tmp_path: Path) -> None:
         compile_module(module, tmp_path / "out2")
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 def test_torchscript_is_named(tmp_path: Path) -> None:
     module = Decoder()
     part = torch.jit.script(nn.Linear(2, 2))

@@ -20,6 +20,7 @@ from kvgraph.kv.tiers.copies import HostCopier
 from kvgraph.kv.tiers.disk import tools
 from kvgraph.kv.tiers.tiered import TieredConnector
 from kvgraph.kv.tiers.workers import Job, TierWorkers
+from tests.support import command_line
 from tests.support.builders import make_params, start
 from tests.support.refused_threads import SENTENCE, refused_threads
 from tests.support.stores import MemoryStore, opener
@@ -115,7 +116,7 @@ print(len(list(folder.glob("*/*.owner"))))
 
 
 def test_a_fork_that_ends_leaves_its_parents_tiers_alone(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", FORKING, str(tmp_path)]
+    command = [*command_line.FORKING, "-c", FORKING, str(tmp_path)]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert (ended.stdout, ended.stderr) == ("1\n0\n", "")
 

@@ -24,6 +24,7 @@ from kvgraph.runtime.ranks.follower import Follower
 from kvgraph.runtime.ranks.launched import Launched
 from kvgraph.runtime.ranks.wire import Wire
 from tests.ranks.test_running import FACTS, met
+from tests.support import command_line
 from tests.support.ports import free_port
 from tests.support.ranks import environment
 
@@ -150,11 +151,12 @@ print(engine.generate(prompt, few)[0].token_ids == expected)
 
 
 def test_a_forked_child_leaves_the_ranks_to_its_parent(two: Path) -> None:
-    command = [sys.executable, "-c", LEFT, str(two)]
+    command = [*command_line.FORKING, "-c", LEFT, str(two)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert (done.stdout, done.stderr) == ("0\n0\n0\nTrue\n", "")
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_step_of_overwritten_weights_is_refused(rank: int, two: Path, tmp_path: Path) -> None:
     folder = shutil.copytree(two, tmp_path / "two.kvg")

@@ -19,6 +19,7 @@ from kvgraph.kv.requests import TextContext
 from kvgraph.ops import native
 from kvgraph.runtime.machine import default_threads, require_threads
 from tests.runtime.drive import inputs_of, run_step
+from tests.support import command_line
 
 Compiled = Callable[..., Path]
 Step = tuple[ModelInputs, KVCacheInputs]
@@ -309,6 +310,6 @@ print(engine.generate(["A class"])[0].text == first)
 
 
 def test_a_forked_child_ends_without_its_parents_threads(compiled: Compiled) -> None:
-    command = [sys.executable, "-c", FORKING, str(compiled("tiny-llama"))]
+    command = [*command_line.FORKING, "-c", FORKING, str(compiled("tiny-llama"))]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert (done.stdout, done.stderr) == ("0\n0\n0\nTrue\n", "")

@@ -15,6 +15,9 @@ import pytest
 
 from kvgraph import cli
 
+FORKING = [sys.executable, "-W", "ignore:This process:DeprecationWarning"]
+"""Python, which warns of each fork of a process with threads from 3.12 on."""
+
 COMMAND = [sys.executable, "-c", "from kvgraph.cli import main; main()"]
 
 
