@@ -13,6 +13,7 @@ import sys
 import warnings
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import typer
@@ -85,6 +86,16 @@ def test_python_of_a_page_runs(
         (tmp_path / "model.kvg").symlink_to(compiled("tiny-llama"))
     monkeypatch.chdir(tmp_path)
     exec(compile(code, name_of(path), "exec"), {"__name__": "page"})
+
+
+@pytest.mark.parametrize("fault", [None, OSError("no disk")], ids=["miss", "error"])
+def test_the_loop_of_a_page_computes_what_a_store_misses(fault: Exception | None) -> None:
+    code = "\n".join(blocks(ROOT / "docs/adding/store.md", "python"))
+    page: dict[str, Any] = {"__name__": "page"}
+    exec(compile(code, "store.md", "exec"), page)
+    page["DictStore"].read = mock.Mock(side_effect=fault, return_value=False)
+    assert page["run"]([1, 2, 3, 4, 7]) == 0
+    assert page["DictStore"].read.called
 
 
 def test_the_host_of_a_page_binds_what_a_graph_has(compiled: Compiled) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -27,6 +28,13 @@ def checked(command: list[str]) -> None:
 
 def test_mypy_takes_a_users_file() -> None:
     checked([sys.executable, "-m", "mypy", str(USER_FILE)])
+
+
+def test_mypy_takes_the_code_of_a_page(tmp_path: Path) -> None:
+    page = tmp_path / "page.py"
+    text = (ROOT / "docs" / "contract.md").read_text()
+    page.write_text("\n".join(re.findall(r"```python\n(.*?)```", text, re.DOTALL)))
+    checked([sys.executable, "-m", "mypy", "--strict", str(page)])
 
 
 def test_pyright_takes_a_users_file(tmp_path: Path) -> None:

@@ -97,10 +97,11 @@ class TensorType:
                 f"got shape {list(shape)}"
             )
         for axis, (dim, extent) in enumerate(zip(self.shape, shape, strict=True)):
-            symbol, _, offset = dim.partition(" + ") if isinstance(dim, str) else ("", "", "")
-            expected = sizes.setdefault(symbol, extent - int(offset or 0)) if symbol else dim
-            if expected != extent - int(offset or 0):
+            symbol, _, more = dim.partition(" + ") if isinstance(dim, str) else ("", "", "")
+            offset = int(more or 0)
+            expected = sizes.setdefault(symbol, max(0, extent - offset)) if symbol else dim
+            if expected != extent - offset:
                 raise BindingError(
                     f"{self.name}: dim {axis} ({dim}) expected "
-                    f"{int(expected) + int(offset or 0)}, got {extent} in shape {list(shape)}"
+                    f"{int(expected) + offset}, got {extent} in shape {list(shape)}"
                 )

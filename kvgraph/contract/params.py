@@ -80,7 +80,7 @@ class KVCacheParamInterface(Protocol):
     @property
     def page_size(self) -> int: ...
     @property
-    def devices(self) -> tuple[Device, ...]: ...
+    def devices(self) -> Sequence[Device]: ...
     @property
     def data_parallel_degree(self) -> int: ...
     @property
@@ -150,7 +150,7 @@ class KVCacheParams:
     is_mla: bool = False
     layout: str = "nhd"
     cache_strategy: KVCacheStrategy = KVCacheStrategy.PAGED
-    devices: tuple[Device, ...] = field(default_factory=lambda: (Device("cpu"),))
+    devices: Sequence[Device] = field(default_factory=lambda: (Device("cpu"),))
     data_parallel_degree: int = 1
     enable_prefix_caching: bool = False
     allow_kv_head_replication: bool = False

@@ -94,7 +94,7 @@ class MultiKVCacheParams:
         return self._first.page_size
 
     @property
-    def devices(self) -> tuple[Device, ...]:
+    def devices(self) -> Sequence[Device]:
         return self._first.devices
 
     @property

@@ -70,7 +70,10 @@ def require_sizes(
 def make_settings(
     params: KVCacheParamInterface, sizes: Sizes, identity: bytes, *, has_tiers: bool
 ) -> PoolSettings:
-    """Settings of all replicas; ParamsError for tiers without a prefix cache."""
+    """Settings of all replicas. ParamsError for tiers without a prefix cache, and for an identity
+    that is not bytes."""
+    if not isinstance(identity, bytes):
+        raise ParamsError(f"identity: expected bytes, got {type(identity).__name__}")
     if has_tiers and not params.enable_prefix_caching:
         raise ParamsError("tiers: expected enable_prefix_caching=True, got False")
     return PoolSettings(

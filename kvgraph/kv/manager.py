@@ -223,14 +223,17 @@ class KVCacheManager(ABC):
         return [True] * len(contexts)
 
     def is_loading(self, request_id: RequestID) -> bool:
-        """Whether pages of the request are being loaded: it cannot run before `poll` returns it."""
+        """Whether pages of the request are being loaded: it cannot run before `poll` returns it.
+
+        `poll` also says whether the load failed: then call `alloc` again.
+        """
         return False
 
     def poll(self) -> dict[RequestID, bool]:
         """Requests whose load has ended since the last call, each once.
 
         True: the pages are loaded, and `alloc` goes on. False: the load failed, and the request is
-        as after `claim`: after `alloc` its tokens are computed.
+        as after `claim`: call `alloc` again, and its tokens are computed.
         """
         return {}
 

@@ -16,6 +16,8 @@ def tensor_over(array: Array, dtype: str) -> torch.Tensor:
     """A tensor over the memory of `array`, or over a copy if the array is read-only."""
     if not array.flags.writeable:
         array = array.copy()
+    if min(array.strides, default=0) < 0:  # torch refuses it, also of an axis of one element
+        array = array.reshape(-1).reshape(array.shape)
     plain = PLAIN.get(dtype)
     if plain is None:
         return torch.from_numpy(array)

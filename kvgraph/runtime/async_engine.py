@@ -22,7 +22,6 @@ from kvgraph.contract.threads import threads_needed
 from kvgraph.contract.tokenizer import LONG_TEXT
 from kvgraph.errors import (
     ArtifactError,
-    CapacityError,
     DeviceLostError,
     GenerationError,
     RankError,
@@ -32,7 +31,7 @@ from kvgraph.kv.not_copyable import NotCopyable
 from kvgraph.runtime.arguments import instance, optional_integer
 from kvgraph.runtime.engine import Engine
 from kvgraph.runtime.engine_calls import answer
-from kvgraph.runtime.request_threads import RequestThreads
+from kvgraph.runtime.request_threads import RequestThreads, running_loop
 from kvgraph.runtime.sampling import SamplingParams, Token
 from kvgraph.runtime.scheduler import Request
 from kvgraph.runtime.text import Completion, completion_of
@@ -88,7 +87,8 @@ class AsyncEngine(NotCopyable):
     # -- for tasks of the loop
 
     async def start(self) -> None:
-        """Start the engine's thread. RequestError if the engine was started before.
+        """Start the engine's thread. RequestError if the engine was started before, or outside a
+        task of asyncio.
 
         CapacityError if the system refuses a thread; the engine can be started again.
         """
@@ -98,13 +98,13 @@ class AsyncEngine(NotCopyable):
             raise RequestError(
                 "AsyncEngine.start: expected an engine that is open, got a closed one"
             )
+        self._loop, self._process = running_loop("start"), os.getpid()
         self.engine._is_shared = True
-        self._loop, self._process = asyncio.get_running_loop(), os.getpid()
         self._thread = Thread(target=self._run, name="kvgraph-engine", daemon=True)
         try:
             with threads_needed():
                 self._thread.start()
-        except CapacityError:
+        except Exception:
             self._thread, self.engine._is_shared = None, False
             raise
 
@@ -238,7 +238,7 @@ class AsyncEngine(NotCopyable):
             raise RequestError(
                 f"AsyncEngine.{call}: expected the process of `start`, got a fork of it"
             )
-        if self._loop is not asyncio.get_running_loop():
+        if self._loop is not running_loop(call):
             raise RequestError(
                 f"AsyncEngine.{call}: expected the event loop of `start`, got another one"
             )

@@ -1,4 +1,4 @@
-"""Threads in which an AsyncEngine builds slow requests: grammars and long texts."""
+"""Threads in which an AsyncEngine builds slow requests, grammars and long texts; its loop."""
 
 from __future__ import annotations
 
@@ -53,6 +53,17 @@ class RequestThreads:
         self._closed.set()
         for threads in (self._texts, self._grammars):
             threads.shutdown(wait=False)
+
+
+def running_loop(call: str) -> asyncio.AbstractEventLoop:
+    """The event loop of the caller. RequestError, for AsyncEngine's method `call`, outside one."""
+    try:
+        return asyncio.get_running_loop()
+    except RuntimeError as error:
+        raise RequestError(
+            f"AsyncEngine.{call}: expected a running event loop of asyncio, got none; call it in "
+            "a task of asyncio, as `asyncio.run` makes one"
+        ) from error
 
 
 def _stopped() -> RequestError:

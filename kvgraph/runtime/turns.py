@@ -79,10 +79,15 @@ class Turns:
                 f"{self._owner}.{call[0]}: expected no call while an AsyncEngine runs the engine, "
                 "got one; use its own methods, or `await AsyncEngine.call(...)`"
             )
-        other = "the same" if thread == call[1] else "another"
+        other, advice = "another", "share it between threads in turn, with a lock"
+        if thread == call[1]:
+            other, advice = (
+                "the same",
+                "make it after that call, not in a signal handler or callback",
+            )
         return RequestError(
             f"{self._owner}.{call[0]}: expected one call at a time, got one while `{name}` of "
-            f"{other} thread runs; share it between threads in turn, with a lock"
+            f"{other} thread runs; {advice}"
         )
 
 

@@ -150,6 +150,10 @@ def test_binding_gives_one_extent_per_dim(signature: GraphSignature) -> None:
     assert sizes == {"batch_size": 3}
     with pytest.raises(BindingError, match=r"lookup_table: dim 0 \(batch_size\) expected 3, got 2"):
         signature.inputs[5].bind("int32", (2, 7), sizes)
+    with pytest.raises(
+        BindingError, match=r"^input_row_offsets: dim 0 \(batch_size \+ 1\) expected 1, got 0 in"
+    ):
+        signature.inputs[1].bind("int32", (0,), {})
     with pytest.raises(BindingError, match="tokens: expected dtype int32, got int64"):
         signature.inputs[0].bind("int64", (3,), sizes)
     with pytest.raises(BindingError, match=r"tokens: expected rank 1 .*, got shape \[3, 1\]"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,7 +15,8 @@ from kvgraph import (
     KVCacheManager,
     TextContext,
 )
-from kvgraph.errors import BindingError, RequestError, UnsupportedError
+from kvgraph.errors import BindingError, ParamsError, RequestError, UnsupportedError
+from kvgraph.kv.paged import PagedKVCacheManager
 from tests.kv.own_manager import OwnInputs, OwnManager, OwnSymbols, host
 from tests.support.builders import make_params
 
@@ -99,3 +101,28 @@ def test_symbols_of_a_users_own() -> None:
 
     with pytest.raises(BindingError, match=r"Plain: expected a dataclass .* decorate it"):
         list(Plain())
+
+
+class OwnSession:
+    """A session of one's own, as `SessionInterface` describes it, with mistakes."""
+
+    def __init__(self, memory: object, identity: object = b"own") -> None:
+        self.memory, self.identity = memory, identity
+
+    def allocate(self, symbol: object, sizes: object) -> object:
+        return self.memory
+
+
+@pytest.mark.parametrize("memory", [None, np.zeros(3)])
+def test_a_session_that_allocates_no_buffers(memory: object) -> None:
+    session: Any = OwnSession(memory)
+    got = type(memory).__name__
+    message = f"^kv_blocks: expected a Buffer from OwnSession.allocate, got {got}$"
+    with pytest.raises(BindingError, match=message):
+        PagedKVCacheManager(make_params(), session, 8, max_batch_size=1)
+
+
+def test_an_identity_is_bytes() -> None:
+    session: Any = OwnSession(None, "own")
+    with pytest.raises(ParamsError, match=r"^identity: expected bytes, got str$"):
+        PagedKVCacheManager(make_params(), session, 8, max_batch_size=1)

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from kvgraph.errors import CapacityError
+from kvgraph.errors import CapacityError, StoreError
 from kvgraph.kv.paged import PagedKVCacheManager
 from kvgraph.kv.requests import TextContext
 from kvgraph.kv.tiers import workers
@@ -205,6 +205,31 @@ def test_more_host_memory_than_there_is_is_one_sentence(monkeypatch: pytest.Monk
     with pytest.raises(CapacityError, match=message):
         make_manager(store)
     assert store.is_closed
+
+
+@pytest.mark.parametrize(
+    ("second", "got"),
+    [
+        (None, "NoneType with the name None"),
+        (MemoryStore, "type with the name None"),
+        (MemoryStore("host"), "MemoryStore with the name 'host'"),
+    ],
+)
+def test_an_opener_that_gives_no_store_ends_the_others(second: Any, got: str) -> None:
+    first = MemoryStore()
+    with pytest.raises(StoreError) as refused:
+        PagedKVCacheManager(
+            make_params(enable_prefix_caching=True),
+            None,
+            8,
+            max_batch_size=1,
+            stores=[opener(first), opener(second)],
+        )
+    assert str(refused.value) == (
+        f"stores: expected a PageStore from each opener, with a name other than 'host', got {got}"
+    )
+    assert first.is_closed
+    assert second is None or second is MemoryStore or second.is_closed
 
 
 @pytest.mark.parametrize("first", [0, 1])

@@ -27,7 +27,7 @@ class FallsBack:
     def get_available_providers(self) -> list[str]:
         return [CUDA, CPU]
 
-    def InferenceSession(self, model: str, options: Any, providers: list[str]) -> Any:
+    def InferenceSession(self, model: str, options: Any, providers: list[str], **_: Any) -> Any:
         session = ort.InferenceSession(model, options, providers=[CPU])
         assert session.get_providers() == [CPU]
         return session

@@ -44,7 +44,7 @@ class FakeOnnxRuntime(types.ModuleType):
     def get_available_providers(self) -> list[str]:
         return [CUDA, CPU]
 
-    def InferenceSession(self, model: str, options: Any, providers: list[Any]) -> Any:
+    def InferenceSession(self, model: str, options: Any, providers: list[Any], **_: Any) -> Any:
         [(provider, settings)] = providers
         assert provider == CUDA
         session = real.InferenceSession(model, options, providers=[CPU])

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from kvgraph import CapacityError, Engine
+from kvgraph import CapacityError, Engine, RequestError
 from kvgraph.contract.tokenizer import LONG_TEXT
 from kvgraph.runtime.async_engine import AsyncEngine
 from tests.runtime.scripted import greedy
@@ -40,5 +41,31 @@ def test_a_long_text_whose_thread_cannot_start(compiled: Callable[..., Path]) ->
                 await shared.generate("a" * (LONG_TEXT + 1))
             completion = await asyncio.wait_for(shared.generate("The", greedy(2)), 60)
             assert len(completion.token_ids) == 2
+
+    asyncio.run(task())
+
+
+def fails(*_: object) -> None:
+    raise RuntimeError("can't create new thread at interpreter shutdown")
+
+
+def test_a_start_that_fails_spoils_no_engine(
+    compiled: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As of Trio's tasks, which have no loop of asyncio's."""
+    engine = Engine(compiled("tiny-llama"), num_threads=1)
+    shared = AsyncEngine(engine)
+    message = r"^AsyncEngine\.start: expected a running event loop of asyncio, got none"
+    with pytest.raises(RequestError, match=message):
+        shared.start().send(None)
+
+    async def task() -> None:
+        with monkeypatch.context() as patch:
+            patch.setattr(threading.Thread, "start", fails)
+            with pytest.raises(RuntimeError, match="shutdown"):
+                await shared.start()
+        assert len(engine.generate(["The"], greedy(2))[0].token_ids) == 2
+        async with AsyncEngine(engine) as other:
+            assert len((await other.generate("The", greedy(2))).token_ids) == 2
 
     asyncio.run(task())

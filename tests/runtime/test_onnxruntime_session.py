@@ -313,3 +313,22 @@ def test_a_forked_child_ends_without_its_parents_threads(compiled: Compiled) -> 
     command = [*command_line.FORKING, "-c", FORKING, str(compiled("tiny-llama"))]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert (done.stdout, done.stderr) == ("0\n0\n0\nTrue\n", "")
+
+
+GLOBAL_POOL = """
+import sys
+import onnxruntime
+import kvgraph
+
+onnxruntime.set_global_thread_pool_sizes(1, 1)
+session = kvgraph.load(sys.argv[1]).session()
+assert not session._session.get_session_options().use_per_session_threads
+print(kvgraph.Engine(session.artifact, session=session).generate(["A class"])[0].text)
+"""
+
+
+def test_a_session_runs_on_the_process_own_thread_pool(compiled: Compiled) -> None:
+    folder = compiled("tiny-llama")
+    command = [sys.executable, "-c", GLOBAL_POOL, str(folder)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
+    assert done.stdout == kvgraph.Engine(folder).generate(["A class"])[0].text + "\n"

@@ -14,6 +14,7 @@ import kvgraph
 from kvgraph import BindingError, Buffer, virtual_devices
 from kvgraph.contract.inputs import KVCacheInputs, ModelInputs
 from kvgraph.kv.null import NullKVCacheManager
+from kvgraph.kv.padded import PaddedKVCacheManager
 from kvgraph.kv.paged import PagedKVCacheManager
 from kvgraph.kv.requests import TextContext
 from tests.runtime.drive import inputs_of
@@ -210,8 +211,62 @@ def test_memory_at_an_odd_address(step: Step) -> None:
     np.testing.assert_array_equal(pool, before)
 
 
+def test_a_reversed_axis_of_one_element(step: Step) -> None:
+    """It is row-major memory, of tensors and of buffers."""
+    session, inputs, record = step
+    expected = session.run(inputs, record).copy()
+
+    def reversed_over(value: Any) -> Any:
+        array = np.asarray(value)
+        flipped = array[tuple(slice(None, None, -1 if n == 1 else 1) for n in array.shape)]
+        return replace(value, handle=flipped) if isinstance(value, Buffer) else flipped
+
+    pool = np.asarray(record[0])
+    pool[...] = 0
+    given = ModelInputs(*map(reversed_over, vars_of(inputs)))
+    assert given.logits_indices.strides == (-4,)
+    values = record.unflatten(list(map(reversed_over, record)))  # type: ignore[misc]
+    np.testing.assert_array_equal(session.run(given, values), expected)
+    assert pool.any()
+
+
 def test_no_devices_are_not_the_artifacts_own(step: Step) -> None:
     with pytest.raises(kvgraph.ParamsError, match=r"^devices: expected at least"):
         step[0].artifact.params([])
     with pytest.raises(kvgraph.ParamsError, match=r"^devices: expected a sequence of Devices, got"):
         step[0].artifact.params(kvgraph.Device("cpu"))
+
+
+FALLING = "input_row_offsets: expected none below its predecessor, got "
+ROOM = "start_pos: expected a number in [0, 13], so that 3 new tokens fit in a row of 16, got "
+
+
+@pytest.mark.parametrize(
+    ("offsets", "start_pos", "message"),
+    [
+        ([1, 3, 3], 0, "input_row_offsets: expected 0 first, got 1"),
+        ([0, 3, 2], 0, f"{FALLING}2 after 3"),
+        ([0, 0, -1], 0, f"{FALLING}-1 after 0"),
+        ([0, 2, 2], 0, "input_row_offsets: expected total_seq_len 3 last, got 2"),
+        ([0, 2, 5], 0, "input_row_offsets: expected total_seq_len 3 last, got 5"),
+        ([0, 3, 3], -1, f"{ROOM}-1"),
+        ([0, 0, 3], 14, f"{ROOM}14"),
+        ([0, 3, 3], 2**31 - 1, f"{ROOM}{2**31 - 1}"),
+    ],
+)
+def test_a_padded_cache_has_no_room_for_what_is_refused(
+    compiled: Compiled, offsets: list[int], start_pos: int, message: str
+) -> None:
+    """Its operators would read and write other slots; the rectangle stays as it was."""
+    session = kvgraph.load(compiled("tiny-llama", cache="padded")).session()
+    kv = PaddedKVCacheManager(session.artifact.params(), 2, 16, session=session)
+    record, indices = kv.runtime_inputs([[]]).inputs[0], np.array([2], np.int32)
+    tokens = np.array([5, 6, 7], np.int32)
+    record.start_pos.handle[0] = start_pos  # type: ignore[attr-defined]
+    with pytest.raises(BindingError) as refused:
+        session.run(ModelInputs(tokens, np.array(offsets, np.int32), indices), record)
+    assert str(refused.value) == message
+    assert not np.asarray(record[0]).any()
+    record.start_pos.handle[0] = 13  # type: ignore[attr-defined]
+    fitting = ModelInputs(tokens, np.array([0, 3, 3], np.int32), indices)
+    assert np.isfinite(session.run(fitting, record)).all()

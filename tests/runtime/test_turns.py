@@ -101,8 +101,10 @@ def test_a_call_from_within_a_call_is_refused(engine: Engine) -> None:
     """As a handler of a signal makes one."""
     refused: list[str] = []
 
+    message = "`generate` of the same thread runs; make it after that call, not in a signal handler"
+
     def nested() -> None:
-        with pytest.raises(RequestError, match="`generate` of the same thread runs") as error:
+        with pytest.raises(RequestError, match=message) as error:
             engine.step()
         refused.append(str(error.value))
 

@@ -19,7 +19,7 @@ from kvgraph.contract.symbols import (
     ContinuousBatchingKVCacheInputSymbols,
     PagedCacheInputSymbols,
 )
-from kvgraph.errors import CapacityError, DeviceError
+from kvgraph.errors import BindingError, CapacityError, DeviceError
 from kvgraph.kv.pool.pages import PagePool
 from kvgraph.kv.pool.rows import Row
 
@@ -141,9 +141,18 @@ def require_params(session: SessionInterface | None, params: KVCacheParamInterfa
 def allocate_buffer(
     symbol: TensorType, sizes: Mapping[str, int], device: Device, session: SessionInterface | None
 ) -> Buffer:
-    """Allocate memory from the session, or lazily zeroed host memory if `session` is None."""
+    """Allocate memory from the session, or lazily zeroed host memory if `session` is None.
+
+    BindingError if the session returns no Buffer.
+    """
     if session is not None:
-        return session.allocate(symbol, sizes)
+        found = session.allocate(symbol, sizes)
+        if not isinstance(found, Buffer):
+            raise BindingError(
+                f"{symbol.name}: expected a Buffer from {type(session).__name__}.allocate, "
+                f"got {type(found).__name__}"
+            )
+        return found
     return _host_buffer(symbol, symbol.extents(sizes), device)
 
 

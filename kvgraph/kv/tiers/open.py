@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from hashlib import sha256
 
 from kvgraph.contract.sizes import size_text
-from kvgraph.errors import CapacityError
+from kvgraph.errors import CapacityError, StoreError
 from kvgraph.kv.tiers.copies import PageCopier
 from kvgraph.kv.tiers.host import HostStore
 from kvgraph.kv.tiers.leaf_pools import LeafPools
@@ -17,6 +17,9 @@ from kvgraph.kv.tiers.tiered import TieredConnector
 StoreOpener = Callable[[bytes, int], PageStore]
 """`opener(fingerprint, page_bytes)` opens a store. `fingerprint`: of model, layout and format.
 `page_bytes`: size of the largest record."""
+
+HOST = "host"
+"""Name of the tier in host memory."""
 
 STAGING_BYTES = 64 << 20
 """Bytes of host memory of each leaf through which pages pass to and from the stores."""
@@ -58,7 +61,15 @@ def open_tiers(
     opened: list[PageStore] = []
     try:
         for opener in (*sources, *stores):
-            opened.append(opener(fingerprint, largest))
+            store = opener(fingerprint, largest)
+            name = getattr(store, "name", None)
+            if isinstance(name, str):
+                opened.append(store)
+            if not isinstance(name, str) or name == HOST:
+                raise StoreError(
+                    "stores: expected a PageStore from each opener, with a name other than "
+                    f"{HOST!r}, got {type(store).__name__} with the name {name!r}"
+                )
         for store in opened:
             if problem := store.stats().problem:
                 warnings.warn(f"{problem}; it is missed until it can be used", stacklevel=2)

@@ -17,7 +17,7 @@ import numpy.typing as npt
 from kvgraph.contract.dims import Array, TensorType
 from kvgraph.contract.dtypes import DTYPES
 from kvgraph.contract.inputs import Buffer, KVCacheInputs, ModelInputs
-from kvgraph.contract.params import KVCacheParamInterface
+from kvgraph.contract.params import KVCacheParamInterface, KVCacheStrategy
 from kvgraph.contract.signature import LOGITS_INDICES, OWN_INPUTS, Typed
 from kvgraph.errors import ArtifactError, BindingError
 from kvgraph.kv.memory import DEFAULT_BATCH_TOKENS
@@ -57,8 +57,10 @@ class Session(ABC):
     _watched: Sequence[MappedFile] = ()
 
     def __init__(self, artifact: ArtifactFolder) -> None:
-        for leaf in artifact.params().leaves.values():
+        leaves = artifact.params().leaves.values()
+        for leaf in leaves:
             leaf.require_kernels()
+        self._is_padded = any(leaf.cache_strategy is KVCacheStrategy.PADDED for leaf in leaves)
         self.artifact = artifact
         self.signature = artifact.signature
         self._vocab = artifact.manifest.model.vocab_size
@@ -150,6 +152,8 @@ class Session(ABC):
             else:
                 _require_within("tokens", tokens, self._vocab)
                 _require_within("logits_indices", arrays[LOGITS_INDICES], len(tokens))
+                if self._is_padded:
+                    _require_in_rectangle(arrays)
                 num_logits = len(arrays[LOGITS_INDICES])
                 if not num_logits:  # a prompt's chunk: graphs need at least one row of logits
                     arrays[LOGITS_INDICES] = np.zeros(1, np.int32)
@@ -291,6 +295,31 @@ def _require_within(name: str, array: Array, end: int) -> None:
     most = np.asarray(array).view(np.uint32).max(initial=0)  # as uint32, negatives exceed `end`
     if most >= end:
         raise BindingError(f"{name}: expected numbers in [0, {end}), got {most.view(np.int32)}")
+
+
+def _require_in_rectangle(arrays: Sequence[Array]) -> None:
+    """Raise BindingError unless a padded cache has room for the new tokens of each row. Plain
+    operators check nothing, where the kernels of other caches do."""
+    tokens, offsets, _, k_cache, _, start_pos, _ = arrays
+    offsets, start, reach = np.asarray(offsets), int(np.asarray(start_pos)[0]), k_cache.shape[2]
+    new = offsets[1:].astype(np.int64) - offsets[:-1]
+    name = "input_row_offsets"
+    if offsets[0] != 0:
+        raise BindingError(f"{name}: expected 0 first, got {offsets[0]}")
+    if (new < 0).any():
+        row = int((new < 0).argmax())
+        raise BindingError(
+            f"{name}: expected none below its predecessor, got {offsets[row + 1]} after "
+            f"{offsets[row]}"
+        )
+    if offsets[-1] != len(tokens):
+        raise BindingError(f"{name}: expected total_seq_len {len(tokens)} last, got {offsets[-1]}")
+    most = reach - int(new.max(initial=0))
+    if not 0 <= start <= most:
+        raise BindingError(
+            f"start_pos: expected a number in [0, {most}], so that {reach - most} new tokens fit "
+            f"in a row of {reach}, got {start}"
+        )
 
 
 def _require_said(symbol: TensorType, value: Typed, array: Typed) -> None:

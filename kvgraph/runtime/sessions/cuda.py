@@ -25,6 +25,7 @@ from kvgraph.errors import CapacityError, KernelError
 from kvgraph.kernels import launch, variants
 from kvgraph.kv.pool.batch import Upload
 from kvgraph.kv.tiers.copies import Rows
+from kvgraph.ops.torch_arrays import tensor_over
 from kvgraph.runtime.folder import ArtifactFolder
 from kvgraph.runtime.sessions import nccl
 from kvgraph.runtime.sessions.base import Session
@@ -178,7 +179,7 @@ class CudaSession(Session):
         if isinstance(array, torch.Tensor):
             return array
         if symbol.device.kind == "host":
-            return torch.from_numpy(array if array.flags.writeable else array.copy())
+            return tensor_over(array, symbol.dtype)
         handle: torch.Tensor = upload(symbol, array, array.size).handle
         return handle
 

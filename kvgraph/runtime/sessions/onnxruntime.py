@@ -80,7 +80,8 @@ PROVIDERS = ("CPUExecutionProvider",)
 class OnnxRuntimeSession(Session):
     """Runs `model.onnx` on ONNX Runtime's CPU provider.
 
-    `num_threads`: of ONNX Runtime, and of the kernels' global pool, which runs the sampler.
+    `num_threads`: of ONNX Runtime, and of the kernels' global pool, which runs the sampler. After
+    `onnxruntime.set_global_thread_pool_sizes`, ONNX Runtime uses that pool instead.
     UnsupportedError for a `provider` that the artifact is not compiled for.
     """
 
@@ -229,7 +230,7 @@ def open_session(
             options.add_session_config_entry(EXTERNAL_FOLDER, str(weights))
             given = model.read_bytes()
         with native_call(str(model)):
-            session = ort.InferenceSession(given, options, providers=[chosen])
+            session = _opened(ort, given, options, chosen)
     except KVGraphError:
         raise
     except Exception as error:  # ONNX Runtime raises many classes
@@ -242,6 +243,22 @@ def open_session(
         )
     _LIVE.add(session)
     return session
+
+
+def _opened(
+    ort: ModuleType,
+    model: str | bytes,
+    options: SessionOptions,
+    provider: str | tuple[str, dict[str, str]],
+) -> InferenceSession:
+    """Open a session. It runs on the process's global thread pool, if the process has one."""
+    try:
+        return ort.InferenceSession(model, options, providers=[provider], enable_fallback=False)
+    except Exception as error:  # ONNX Runtime cannot be asked whether there is such a pool
+        if OWN_THREADS not in str(error):
+            raise
+    options.use_per_session_threads = False
+    return ort.InferenceSession(model, options, providers=[provider], enable_fallback=False)
 
 
 def require_graph(session: InferenceSession, path: Path, signature: GraphSignature) -> None:
@@ -283,6 +300,10 @@ NEWER = (
     (r"(Opset) (\d+) is under development.* domain (\S+) is till opset (\d+)", "of {} "),
 )
 """ONNX Runtime's messages about a newer model: subject, the model's version, the newest known."""
+
+
+OWN_THREADS = "use_per_session_threads must be false"
+"""ONNX Runtime's message in a process that called its set_global_thread_pool_sizes."""
 
 
 def _refusal(ort: ModuleType, model: Path, error: Exception) -> ArtifactError:
