@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from kvgraph import ModelError
+from kvgraph import ModelError, UnsupportedError
 from kvgraph.compiler.frontends import huggingface
 from kvgraph.compiler.frontends.folder import read_config
 from kvgraph.compiler.frontends.stored_forms import stored_forms
@@ -162,3 +162,51 @@ def test_scales_of_activations_and_caches_are_left(
 
 def state(folder: Path) -> dict[str, torch.Tensor]:
     return huggingface.load(folder, "float32").module.state_dict()
+
+
+def with_blocks(plain: Path, folder: Path, block: tuple[int, int], targets: str) -> torch.Tensor:
+    """Write a checkpoint whose first layer has other blocks than the rest. Its values."""
+    _, pack = quantized.compressed(
+        "float-quantized", **quantized.FLOAT8, strategy="block", block_structure=list(block)
+    )
+    quantized.make("fp8-block", plain, folder)
+    tensors = load_file(folder / "model.safetensors")
+    weight = load_file(plain / "model.safetensors")[f"{DOWN}.weight"].float()
+    parts, meant = pack(weight * torch.linspace(0.1, 8, weight.shape[1]))
+    tensors |= {f"{DOWN}.{end}": part for end, part in parts.items()}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    groups = config["quantization_config"]["config_groups"]
+    own = groups["group_0"]["weights"] | {"block_structure": list(block)}
+    groups["group_1"] = {"targets": [targets], "weights": own}
+    (folder / "config.json").write_text(json.dumps(config))
+    return meant
+
+
+DOWN = "model.layers.0.mlp.down_proj"
+
+
+@pytest.mark.parametrize("block", [(64, 56), (32, 96)], ids=str)
+def test_blocks_of_two_sizes(
+    block: tuple[int, int], plain: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """The scales of the first have the shape that the other layers' blocks would give."""
+    meant = with_blocks(plain("llama"), tmp_path / "packed", block, "re:.*0.mlp.down_proj")
+    found = huggingface.load(tmp_path / "packed", "float32").module.state_dict()
+    (weight,) = (found[name] for name in found if name.endswith("layers.0.mlp.down_proj.weight"))
+    assert torch.equal(weight, meant)
+
+
+def test_blocks_of_two_sizes_for_one_layer(plain: Callable[[str], Path], tmp_path: Path) -> None:
+    with_blocks(plain("llama"), tmp_path / "packed", (64, 56), "Linear")
+    assert "block_structure of model.layers.0" in (said := quantized.refused(tmp_path / "packed"))
+    assert "expected one size, got 64 x 48 and 64 x 56; compile the checkpoint" in said
+
+
+def test_forms_that_auto_round_exports_for_others(tmp_path: Path) -> None:
+    own = {"quant_method": "auto-round", "packing_format": "auto_round:llm_compressor"}
+    (tmp_path / "config.json").write_text(
+        json.dumps({"model_type": "llama", "quantization_config": own})
+    )
+    with pytest.raises(UnsupportedError, match='; export it with format="llm_compressor", or co'):
+        read_config(tmp_path)

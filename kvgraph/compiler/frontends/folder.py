@@ -181,10 +181,12 @@ def _require_known_weights(path: Path, config: Config) -> None:
         return
     if method == "auto-round":
         rotated = " with one" if given.get("rotation_config") else ""
+        packing = given.get("packing_format")
+        export = "llm_compressor" if packing == "auto_round:llm_compressor" else "auto_gptq"
         raise UnsupportedError(
             f"{path}: quantization_config: expected a packing_format of {list(AUTO_ROUND)} without "
-            f"a rotation_config, got {given.get('packing_format')!r}{rotated}; export it with "
-            f'format="auto_gptq", or {ORIGIN}'
+            f"a rotation_config, got {packing!r}{rotated}; export it with "
+            f'format="{export}", or {ORIGIN}'
         )
     if method not in QUANTIZED:
         said = "no quant_method" if method is None else f"a checkpoint quantised by {method!r}"

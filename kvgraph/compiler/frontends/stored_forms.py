@@ -31,9 +31,7 @@ MODELOPT = {
     **dict.fromkeys(("FP8_PB_WO", "FP8_PB_REAL"), Form(8, 128, E4M3)),
     "MXFP8": Form(8, 32, E4M3),
     **dict.fromkeys(("MXFP4", "W4A8_MXFP4_FP8"), Form(4, MXFP4_GROUP, E2M1)),
-    **dict.fromkeys(
-        ("NVFP4", "W4A16_NVFP4", "W4A8_NVFP4_FP8", "NVFP4_AWQ"), Form(4, NVFP4_GROUP, NVFP4)
-    ),
+    **dict.fromkeys(("NVFP4", "W4A16_NVFP4"), Form(4, NVFP4_GROUP, NVFP4)),
 }
 """modelopt's `quant_algo` -> form."""
 

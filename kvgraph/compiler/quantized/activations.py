@@ -12,8 +12,8 @@ from kvgraph.compiler.frontends.folder import Config
 
 FP8_METHODS = ("fp8", "fbgemm_fp8")
 """Quantisation methods for which activations are always rounded."""
-ALGORITHMS = ("FP8", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_REAL_QUANT")
-"""modelopt's `quant_algo` with rounded activations. FP8_PB_WO is for weights only."""
+ALGORITHMS = ("FP8", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_REAL", "MXFP8")
+"""modelopt's `quant_algo`, in capitals, with rounded activations. FP8_PB_WO is for weights only."""
 PRESETS = ("W8A8", "INT8", "FP8", "FP8_DYNAMIC", "FP8_BLOCK")
 """compressed-tensors' named schemes with weights and activations in 8 bits."""
 BITS = 8
@@ -24,13 +24,17 @@ def bits(config: Config) -> int:
 
     With groups, all layers with 8-bit weights must have activations of the weights' kind.
     """
-    if config.get("quant_method") in FP8_METHODS or config.get("quant_algo") in ALGORITHMS:
+    if config.get("quant_method") in FP8_METHODS or _algorithm(config) in ALGORITHMS:
         return BITS
     groups = config.get("config_groups")
     if not isinstance(groups, Mapping):
         return 0
     of_eight = [group for group in groups.items() if _is_of_eight(*group)]
     return BITS if of_eight and all(_rounds(*group) for group in of_eight) else 0
+
+
+def _algorithm(config: Config) -> str:
+    return str(config.get("quant_algo")).upper()
 
 
 def _is_of_eight(name: str, group: object) -> bool:

@@ -21,7 +21,7 @@ from __future__ import annotations
 import torch
 
 from kvgraph.compiler.frontends.folder import Config, block_of
-from kvgraph.compiler.frontends.left_plain import Group, groups_for
+from kvgraph.compiler.frontends.left_plain import CLASS, Group, groups_for
 from kvgraph.compiler.frontends.stored_forms import BY_INPUT
 from kvgraph.compiler.quantized.floats import FLOAT8, FourBits, scaled
 from kvgraph.compiler.quantized.integers import Integers
@@ -49,14 +49,14 @@ def weights(parts: Parts, config: Config) -> dict[str, Values]:
     for form in _formats(config):
         if form in UNREAD:
             raise parts.refuse("format", "FP4, FP8 or integers", repr(form))
-    sizes = _sizes(config)
     found: dict[str, Values] = {}
     for stem in parts.stems(".weight_packed"):
-        found[f"{stem}.weight"] = _packed(parts, stem, sizes, _bits(config, stem))
+        found[f"{stem}.weight"] = _packed(parts, stem, _sizes(config, stem), _bits(config, stem))
     for stem in parts.stems(".weight_scale"):
         name = f"{stem}.weight"
         if name not in found:
-            found[name] = _scaled(parts, stem, sizes, _block(config))
+            block = _block(parts, config, stem)
+            found[name] = _scaled(parts, stem, _sizes(config, stem), block)
         _require_parts(parts, stem, config)
     return found
 
@@ -92,21 +92,35 @@ def _formats(config: Config) -> list[object]:
     return [each.get("format") for each in (config, *groups) if not isinstance(each, list)]
 
 
-def _block(config: Config) -> tuple[int, int] | None:
-    """Height and width of the first block that a group names, for float8 weights; None: none."""
-    for name, group in (config.get("config_groups") or {}).items():
-        if isinstance(group, list):  # the name of a scheme, and the modules that it applies to
-            block = PRESET_BLOCKS.get(name)
-        else:
-            block = block_of((group.get("weights") or {}).get("block_structure"))
-        if block:
-            return block
-    return None
+def _block(parts: Parts, config: Config, stem: str) -> tuple[int, int] | None:
+    """Height and width of a block that the layer's groups name, for float8 weights; None: none.
+
+    Of groups with several sizes, those for all linear layers count. UnsupportedError if they have
+    several too: the scales of two sizes may have the same shape.
+    """
+    groups = groups_for(config, stem)
+    blocks = {_block_of(*each) for each in groups} - {None}
+    if len(blocks) > 1:
+        blocks = {_block_of(*each) for each in groups if _is_for_class(each[1])} - {None} or blocks
+    if len(blocks) > 1:
+        got = " and ".join(sorted(f"{block[0]} x {block[1]}" for block in blocks if block))
+        raise parts.refuse(f"block_structure of {stem}", "one size", got)
+    return next(iter(blocks), None)
 
 
-def _sizes(config: Config) -> set[int]:
-    """Group sizes that the configuration names; empty if a scheme is given by its name alone."""
-    groups = (config.get("config_groups") or {}).values()
+def _block_of(name: str, group: Group) -> tuple[int, int] | None:
+    if isinstance(group, list):  # the name of a scheme, and the modules that it applies to
+        return PRESET_BLOCKS.get(name)
+    return block_of((group.get("weights") or {}).get("block_structure"))
+
+
+def _is_for_class(group: Group) -> bool:
+    return CLASS in (group if isinstance(group, list) else group.get("targets") or [CLASS])
+
+
+def _sizes(config: Config, stem: str) -> set[int]:
+    """Group sizes that the layer's groups name; empty if a scheme is given by its name alone."""
+    groups = [group for _, group in groups_for(config, stem)]
     if any(isinstance(each, list) for each in groups):
         return set()
     found = [(each.get("weights") or {}).get("group_size") for each in groups]
@@ -203,7 +217,8 @@ def _groups(
     if index is None:
         parts.require_even_groups(scales, inputs, count, sizes)
     parts.require_shape(scales, (outputs, count), (1,), ())
-    parts.kinds.add("a scale a row" if count == 1 else f"groups of {-(-inputs // count)}")
+    whole = "one scale" if scales.shape in ((), (1,)) and outputs > 1 else "a scale a row"
+    parts.kinds.add(whole if count == 1 else f"groups of {-(-inputs // count)}")
     return count, index
 
 
