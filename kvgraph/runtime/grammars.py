@@ -4,7 +4,8 @@ A grammar is compiled in the engine's process, and some grammars of few bytes ta
 memory there, or crash the process. The compiler's own limits (`guide.LIMITS`) stop most of them.
 This module rejects the rest: a "multipleOf" compiles to as many states as the value of its digits;
 combined patterns multiply their states; an object takes time quadratic in its keys; nested rules
-recurse on the stack. The compiler holds integers as float64, so larger ones would change.
+recurse on the stack. The compiler holds numbers as float64, so large ones would change, as some
+fractions do. It takes an open bound for a closed one where the other bound is near.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import re
 from collections.abc import Iterator, Mapping
 from decimal import Decimal
 from typing import NamedTuple, cast
+from urllib.parse import unquote
 
 from kvgraph.contract.values import shown
 from kvgraph.errors import RequestError
@@ -205,8 +207,10 @@ def _digits(multiple: object) -> int:
 
 
 def _require_exact(name: str, schema: dict[str, object]) -> None:
-    """Raise RequestError for integers and patterns that the compiler would change."""
+    """Raise RequestError for numbers and patterns that the compiler would change."""
     left: list[tuple[object, bool]] = [(schema, False)]
+    bounds, combines = list[tuple[str, float]](), False
+    references: list[object] = []
     while left:
         part, is_by_name = left.pop()
         if isinstance(part, list):
@@ -215,34 +219,103 @@ def _require_exact(name: str, schema: dict[str, object]) -> None:
             left += [(each, False) for each in part.values()]
         elif isinstance(part, dict):
             _require_distinct_keys(name, part)
+            references.append(part.get("$ref"))
             by_pattern = part.get("patternProperties")
             for pattern in (
                 part.get("pattern"),
                 *(by_pattern if isinstance(by_pattern, dict) else ()),
             ):
                 _require_ended(name, pattern)
-            for key in BOUNDS:
-                _require_float(name, key, part.get(key))
-            for key in VALUES:
-                for number in _integers(part.get(key)):
+            own = [(key, number) for key in BOUNDS for number in _numbers(part.get(key))]
+            _require_apart(name, own)
+            bounds += own
+            every = part.get("allOf")
+            joined = sum(key in part for key in COMBINING)
+            combines |= joined > 1 or bool(joined and own)
+            combines |= isinstance(every, list) and len(every) > 1
+            for key in (*BOUNDS, *VALUES):
+                for number in _numbers(part.get(key)):
                     _require_float(name, key, number)
             left += [(each, key in NAMED) for key, each in part.items() if key not in PLAIN]
+    if combines:
+        _require_apart(name, bounds)
+    _require_targets(name, schema, references)
 
 
-def _require_float(name: str, key: str, number: object) -> None:
-    if isinstance(number, int | float) and abs(number) > MOST_INTEGER:
+def _require_targets(name: str, schema: dict[str, object], references: list[object]) -> None:
+    """Raise RequestError for references in a circle, which allow no value."""
+    checked = set[str]()
+    for reference in references:
+        path = set[str]()
+        while isinstance(reference, str) and reference not in checked:
+            if reference in path:
+                raise RequestError(
+                    f'{name}: expected a "$ref" that leads to a schema, got {shown(reference)}, '
+                    "which leads to itself"
+                )
+            path.add(reference)
+            target = _target(schema, reference)
+            reference = target.get("$ref") if isinstance(target, dict) else None
+        checked |= path
+
+
+def _target(schema: object, reference: str) -> object:
+    """The part of a schema at a JSON pointer with `#` in front; None if there is none."""
+    start, *steps = unquote(reference).split("/")
+    part: object = schema if start == "#" else None
+    for step in steps:
+        key = step.replace("~1", "/").replace("~0", "~")
+        part = part.get(key) if isinstance(part, dict) else None
+    return part
+
+
+def _require_apart(name: str, bounds: list[tuple[str, float]]) -> None:
+    """Raise RequestError for an integer as an open bound, and another bound less than 1 away: the
+    compiler would take the integer too."""
+    for key, number in bounds:
+        if not key.startswith("exclusive") or number % 1:
+            continue
+        other = "aximum" if key.endswith("inimum") else "inimum"
+        sign = 1 if other == "aximum" else -1
+        for near, bound in bounds:
+            if near.endswith(other) and 0 < sign * (bound - number) < 1:
+                raise RequestError(
+                    f'{name}: expected "{near}" at least 1 away from "{key}", since llguidance '
+                    f"would take {shown(number)} too, got {shown(bound)}; use a bound that is no "
+                    "integer"
+                )
+
+
+def _require_float(name: str, key: str, number: float) -> None:
+    if abs(number) > MOST_INTEGER and (isinstance(number, int) or number % 1 == 0):
         raise RequestError(
             f'{name}: expected numbers of at most 2**53 in "{key}", since llguidance keeps numbers '
             f"as float64, got {shown(number)}; use a string with a pattern"
         )
+    if isinstance(number, float) and _as_read(number) != number:
+        raise RequestError(
+            f'{name}: expected numbers in "{key}" that llguidance reads exactly, got '
+            f"{shown(number)}; use fewer digits"
+        )
 
 
-def _integers(value: object) -> Iterator[int]:
-    """All integers in `value`, which may be a list or dict, nested."""
+def _as_read(number: float) -> float:
+    """A number as the compiler's JSON reader reads it: its digits, times a power of ten, both
+    rounded."""
+    sign, digits, exponent = Decimal(repr(number)).as_tuple()
+    if not isinstance(exponent, int):
+        return math.nan
+    whole, power = float(int("".join(map(str, digits)))), float(f"1e{abs(exponent)}")
+    read = whole * power if exponent > 0 else whole / power
+    return -read if sign else read
+
+
+def _numbers(value: object) -> Iterator[float]:
+    """All numbers in `value`, which may be a list or dict, nested."""
     left = [value]
     while left:
         one = left.pop()
-        if isinstance(one, int):
+        if isinstance(one, int | float):
             yield one
         left += one.values() if isinstance(one, dict) else one if isinstance(one, list) else ()
 

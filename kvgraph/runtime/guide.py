@@ -7,10 +7,8 @@ in native threads.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Collection, Sequence
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
@@ -23,6 +21,7 @@ from kvgraph.contract.tokenizer import is_panic
 from kvgraph.errors import MissingDependencyError, RequestError, UnsupportedError
 from kvgraph.kv.requests import TextContext
 from kvgraph.runtime.edits import LogitEdits
+from kvgraph.runtime.forced_text import forced_text
 from kvgraph.runtime.grammars import Grammar
 from kvgraph.runtime.machine import default_threads
 from kvgraph.runtime.native_calls import native_call
@@ -51,17 +50,12 @@ NOT_FOLLOWED = "expected a grammar that can be followed"
 NOT_TAKEN = "expected what llguidance takes"
 """Start of the error message about a grammar that llguidance rejects."""
 
-SPECIAL = b"\xff"
-"""Prefix of a special token's bytes, in llguidance."""
+NO_TEXT = "no text is possible"
 
-AS_GIVEN: dict[str, JsonObject] = {
-    "ByteLevel": {"add_prefix_space": False},
-    "Metaspace": {"prepend_scheme": "never"},
-}
-"""Settings with which a pre-tokenizer adds nothing to a text."""
-
-SPACES: JsonObject = {"String": " "}
-"""The pattern of a normalizer that spells spaces as the tokens do."""
+NAMES = re.compile(
+    r'"(?:[^"\\]|\\.)*+"|\[(?:[^\]\\]|\\.)*+\]|\{[^}]*+\}|#[^\n]*+|([\w-]+)', re.DOTALL
+)
+"""The name of a rule in GBNF, or a part in which words are no names."""
 
 MOST_COMPILED = 32
 MOST_REASON = 200
@@ -118,9 +112,9 @@ class Guides:
         least = context.current_length + params.min_new_tokens
         is_usual = ends == set(tokenizer.eos_tokens) and not vocabulary.spells_ends
         own = None if is_usual and not params.min_new_tokens else ends
-        forceable = 0 if params.logprobs is not None else self.vocab_size
         ends_of = Ends(own, tokenizer, least)
-        return Guide(compiled, vocabulary, context, edits, ends_of, forceable)
+        draws_all = params.logprobs is not None
+        return Guide(compiled, vocabulary, context, edits, ends_of, self.vocab_size, draws_all)
 
     def _start(self, field: str) -> Vocabulary:
         if self._tokenizer is None:
@@ -140,7 +134,7 @@ class Guides:
         ends = [end for end in self._model_ends if end < known] or [known - 1]
         try:
             own = LLTokenizer(self._tokenizer.to_str(), n_vocab=size, eos_token=ends)
-            forced = cast("TokenizerWrapper", _forced_text(self._tokenizer, own))
+            forced = cast("TokenizerWrapper", forced_text(self._tokenizer, own))
             tokenizer = LLTokenizer(forced, eos_token=ends)
         except BaseException as error:
             reraise_if_signalled(error)
@@ -155,64 +149,6 @@ class Guides:
         executor = LLExecutor(default_threads())
         self._vocabulary = Vocabulary(tokenizer, executor, (size + 31) // 32, spells_ends)
         return self._vocabulary
-
-
-class ForcedText(partial[list[int]]):
-    """A vocabulary for llguidance that encodes the text which a grammar forces, unchanged.
-
-    A tokenizer may change a text before it encodes it: by a Unicode normal form, a space in front,
-    or added tokens, which are not text to a grammar. So this calls a plain tokenizer's encoder. It
-    is a partial of a native function, because llguidance calls it during its own work: an interrupt
-    in Python code there would be lost, and end the request.
-    """
-
-    is_tokenizer_wrapper = True
-    bos_token_id = None
-    special_token_ids: Sequence[int] = ()
-    eos_token_id: int
-    tokens: Sequence[bytes]
-
-
-def _forced_text(tokenizer: Tokenizer, own: LLTokenizer) -> ForcedText:
-    """The vocabulary with the tokens of `own`, llguidance's reading of `tokenizer`."""
-    forced = ForcedText(type(own)(_plain(tokenizer).to_str()).tokenize_str)
-    forced.eos_token_id = own.eos_token
-    forced.tokens = [_bytes_of(own, token) for token in range(own.vocab_size)]
-    return forced
-
-
-def _bytes_of(tokenizer: LLTokenizer, token: int) -> bytes:
-    """A token's bytes as llguidance expects them; empty if it has none, where llguidance returns
-    the token's number in brackets."""
-    spelled = tokenizer.decode_bytes([token])
-    if tokenizer.is_special_token(token):
-        return SPECIAL + spelled
-    return b"" if spelled == f"<[{token}]>".encode() else spelled
-
-
-def _plain(tokenizer: Tokenizer) -> Tokenizer:
-    """A tokenizer with the same model, but no added tokens, that encodes a text unchanged."""
-    from tokenizers import Tokenizer, models
-
-    steps = Tokenizer(models.BPE())  # its JSON is small
-    steps.normalizer, steps.pre_tokenizer = tokenizer.normalizer, tokenizer.pre_tokenizer
-    steps.decoder = tokenizer.decoder
-    fields: JsonObject = json.loads(steps.to_str())
-    kept = [step for step in _steps(fields["normalizer"]) if step.get("pattern") == SPACES]
-    splits = [step | AS_GIVEN.get(step["type"], {}) for step in _steps(fields["pre_tokenizer"])]
-    fields["normalizer"] = {"type": "Sequence", "normalizers": kept}
-    fields["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": splits}
-    plain = Tokenizer.from_str(json.dumps(fields))
-    plain.model = tokenizer.model
-    return plain
-
-
-def _steps(step: JsonObject | None) -> list[JsonObject]:
-    """The steps of a normalizer or pre-tokenizer, in order."""
-    if step is None or step["type"] != "Sequence":
-        return [] if step is None else [step]
-    parts = step.get("normalizers") or step.get("pretokenizers") or ()
-    return [each for part in parts for each in _steps(part)]
 
 
 class Ends:
@@ -245,12 +181,15 @@ class Guide:
     """The position of one request's text in its grammar.
 
     It is a function of the context's tokens: after `rewind`, the next mask consumes them again.
-    `forceable`: only token ids below it are forced.
+    `forceable`: only token ids below it are forced. `draws_all`: tokens that must follow are drawn
+    one by one, since each needs its logits.
     """
 
     __slots__ = (
         "_compiled",
         "_context",
+        "_draws_all",
+        "_due",
         "_edits",
         "_ends",
         "_forceable",
@@ -267,12 +206,15 @@ class Guide:
         edits: LogitEdits,
         ends: Ends,
         forceable: int,
+        draws_all: bool,
     ) -> None:
         self._compiled = compiled
         self._context = context
         self._edits = edits
         self._ends = ends
         self._forceable = forceable
+        self._draws_all = draws_all
+        self._due: tuple[int, list[int]] = 0, []
         self._prompt_length = context.current_length
         self.vocabulary = vocabulary
         self.matcher: LLMatcher | None = None
@@ -295,18 +237,27 @@ class Guide:
             mask[:] = 0
         else:
             self._ends.allow(self.matcher, self._context.current_length, mask)
+            if (due := self._due_token()) is not None:
+                mask[:] = 0
+                mask[due >> 5] = 1 << (due & 31)
         self._edits.mask = mask
 
-    def advance(self, token: int) -> tuple[list[int], bool]:
-        """Consume a drawn token. Return the tokens that must follow it, and whether the text ends.
+    def _due_token(self) -> int | None:
+        """The token that must come next, in a request that draws all; None if several may."""
+        start, due = self._due
+        drawn = self._context.tokens[start:].tolist() if due else due
+        return due[len(drawn)] if len(drawn) < len(due) and due[: len(drawn)] == drawn else None
 
-        No token is forced if the request asks for log-probabilities: a forced token has no logits.
-        """
+    def advance(self, token: int) -> tuple[list[int], bool]:
+        """Consume a drawn token. Return tokens to append behind it, and whether the text ends."""
         assert self.matcher is not None
         self.matcher.consume_token(token)
-        forced = self.matcher.compute_ff_tokens() if self._forceable else []
+        is_due = self._due_token() is not None  # the others that must follow are known
+        forced = [] if is_due else self.matcher.compute_ff_tokens()
         if forced and max(forced) >= self._forceable:  # a token that the model does not have
             forced = []
+        if self._draws_all and not is_due:
+            self._due, forced = (self._context.current_length + 1, forced), []
         self.matcher.consume_tokens(forced)
         return forced, self.matcher.is_stopped() and not self.matcher.is_error()
 
@@ -315,7 +266,7 @@ class Guide:
         """The matcher's error, for the user; empty if there is none."""
         assert self.matcher is not None
         why = self.matcher.get_error()
-        return f"{NOT_FOLLOWED}, got {_reason(why)}" if why else ""
+        return f"{NOT_FOLLOWED}, got one that cannot ({_reason(why)})" if why else ""
 
 
 @native_call("masks")
@@ -373,7 +324,7 @@ def _compile(tokenizer: LLTokenizer, grammar: Grammar) -> LLMatcher:
         if reached.is_error():
             raise refusal(reached.get_error())
     if matcher.is_stopped():
-        raise refusal("no text is possible")
+        raise refusal(NO_TEXT)
     return matcher
 
 
@@ -387,9 +338,26 @@ def _lark(text: str) -> str:
         return gbnf_to_lark(text)
     except Exception as error:  # the converter's own errors, and RecursionError
         reraise_if_signalled(error)
+        if "already exists" in str(error):  # the converter would give two rules one name
+            return _lark(_renamed(text))
         raise ValueError(f"GBNF: {error}") from error
+
+
+def _renamed(text: str) -> str:
+    """GBNF with numbers in the names of all rules but `root`."""
+    numbers: dict[str, int] = {}
+
+    def rename(found: re.Match[str]) -> str:
+        if (name := found[1]) is None or name == "root":
+            return found[0]
+        return f"r{numbers.setdefault(name, len(numbers))}"
+
+    return NAMES.sub(rename, text)
 
 
 def _reason(error: object) -> str:
     """An error of llguidance on one line, at most MOST_REASON characters."""
-    return " ".join(str(error).split())[:MOST_REASON] or type(error).__name__
+    text = " ".join(str(error).split())
+    if text.startswith("NoExtensionBias"):
+        return NO_TEXT
+    return text[:MOST_REASON] or type(error).__name__

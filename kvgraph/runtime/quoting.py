@@ -1,9 +1,12 @@
-r"""JSON schemas for llguidance, without the texts that it quotes wrongly.
+r"""JSON schemas for llguidance, without the keys and texts that it reads wrongly.
 
 llguidance matches strings in their JSON form. It writes a class of characters that has all control
 characters as one that has `\"` and `\\` too, so `[^"]` takes a quote. So classes lose NUL here,
 which no text needs. An open key may spell a named one, as `"\u0067"` for `"g"`, so such schemas
 have no `\u` in strings.
+
+"additionalItems" has a meaning only beside a list of "items". llguidance drops "prefixItems" for
+it, so such a key is taken out here, as is "uniqueItems": false, which llguidance refuses.
 """
 
 from __future__ import annotations
@@ -38,13 +41,12 @@ SPACED = re.compile(r"\(\?[a-zA-Z-]*x")
 
 
 def as_quoted(text: str) -> tuple[str, JsonObject]:
-    """Return the schema `text` with patterns that llguidance quotes right, and its options."""
+    """Return the schema `text` as llguidance reads it right, and its options."""
     schema = json.loads(text)
-    quoted = _quoted(schema)
     options = OPTIONS
     if _has_open_names(schema) and not NAMES_CONTROLS.search(text):
         options = OPTIONS | {"json_allowed_escapes": SHORT_ESCAPES}
-    return text if quoted == schema else json.dumps(quoted), options
+    return json.dumps(_quoted(schema)), options
 
 
 def without_nul(pattern: str) -> str:
@@ -68,7 +70,7 @@ def without_nul(pattern: str) -> str:
 
 
 def _quoted(part: object, is_by_name: bool = False) -> object:
-    """A part of a schema with other patterns. `is_by_name`: it maps names to schemas."""
+    """A part of a schema, as llguidance reads it right. `is_by_name`: it maps names to schemas."""
     if isinstance(part, list):
         return [_quoted(each) for each in part]
     if not isinstance(part, dict):
@@ -81,9 +83,16 @@ def _quoted(part: object, is_by_name: bool = False) -> object:
             made[key] = without_nul(value)
         elif key == "patternProperties" and isinstance(value, dict):
             made[key] = {without_nul(name): _quoted(each) for name, each in value.items()}
-        else:
+        elif not _is_void(key, part):
             made[key] = value if key in PLAIN else _quoted(value, key in NAMED)
     return made
+
+
+def _is_void(key: str, part: JsonObject) -> bool:
+    """Whether a key of a schema has no meaning in it."""
+    if key == "additionalItems":
+        return not isinstance(part.get("items"), list)
+    return key == "uniqueItems" and part[key] is False
 
 
 def _has_open_names(part: object) -> bool:

@@ -73,7 +73,8 @@ def shape_of_choice(field: str, texts: Sequence[str]) -> Shape:
     size = sum([len(text.encode(errors="surrogatepass")) + 1 for text in texts])
     if size > MOST_BYTES:
         raise refused(field, f"at most {MOST_BYTES} bytes of texts", str(size))
-    return Shape(field, "|".join([SPECIAL.sub(r"\\\g<0>", text) for text in texts]), "guided_regex")
+    pattern = "|".join([SPECIAL.sub(r"\\\g<0>", text) for text in texts])
+    return Shape(field, pattern or "()", "guided_regex")
 
 
 SPECIAL = re.compile(r"[\\.+*?()|\[\]{}^$#&~-]")

@@ -20,12 +20,27 @@ def rules(count: int, sign: str) -> str:
     return "".join(f'r{i}{sign} r{i + 1} "x"\n' for i in range(count)) + f'r{count}{sign} "a"\n'
 
 
+@pytest.fixture
+def tokenizer() -> Any:
+    return pytest.importorskip("llguidance").LLTokenizer("byte")
+
+
+def takes(tokenizer: Any, grammar: Grammar, text: str) -> bool:
+    matcher = _compile(tokenizer, grammar).deep_copy()
+    tokens = list(text.encode())
+    return matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting()
+
+
 @pytest.mark.parametrize(
     ("schema", "reason"),
     [
         ({"type": "integer", "minimum": -(2**63), "maximum": -(2**63)}, '2\\*\\*53 in "minimum"'),
         ({"type": "integer", "exclusiveMaximum": 1e30}, '2\\*\\*53 in "exclusiveMaximum"'),
         ({"const": BIG}, f'2\\*\\*53 in "const".*{BIG}'),
+        ({"type": "integer", "enum": [1e22]}, '2\\*\\*53 in "enum".*1e\\+22'),
+        ({"const": 524070745.81621724}, 'in "const" that llguidance reads exactly.*use fewer'),
+        ({"items": {"enum": [[-1.370790601649496e-08]]}}, 'in "enum" that llguidance reads ex'),
+        ({"type": "number", "minimum": 524070745.81621724}, 'in "minimum" that llguidance reads'),
         ({"properties": {"id": {"enum": ["a", [{"b": -BIG}]]}}}, '2\\*\\*53 in "enum"'),
         (
             {"multipleOf": 9999.9999},
@@ -47,7 +62,8 @@ def test_numbers(schema: Any, reason: str) -> None:
         {"type": "integer", "minimum": -(2**53), "exclusiveMaximum": 2**53},
         {"type": "number", "multipleOf": 0.01},
         {"type": "number", "multipleOf": 2500.0},
-        {"const": 1e300},
+        {"const": 1e-300},
+        {"enum": [2.0**53, -0.0, 0.1 + 0.2, 3.141592653589793, 808.105378283]},
         {"properties": {"minimum": {"title": "a name, no bound"}, "const": {"type": "null"}}},
         {"type": "integer", "default": BIG},
         {"allOf": [{"multipleOf": 97}, {"multipleOf": 101}]},
@@ -57,6 +73,72 @@ def test_numbers(schema: Any, reason: str) -> None:
     ],
 )
 def test_numbers_that_are_exact(schema: Any) -> None:
+    assert grammar_of({"guided_json": schema}) is not None
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"exclusiveMinimum": 0, "maximum": 0.5},
+        {"exclusiveMinimum": 1.0, "exclusiveMaximum": 1.25},
+        {"minimum": -0.25, "exclusiveMaximum": -0.0},
+        {"items": {"type": "number", "exclusiveMaximum": 3, "exclusiveMinimum": 2.5}},
+        {"allOf": [{"exclusiveMinimum": 0}, {"maximum": 0.5}]},
+        {"$ref": "#/$defs/a", "maximum": 0.5, "$defs": {"a": {"exclusiveMinimum": 0}}},
+    ],
+)
+def test_bounds_that_would_let_themselves_through(schema: Any) -> None:
+    with pytest.raises(RequestError, match=r'"(min|max|excl).*" at least 1 away from "exclusiveM'):
+        grammar_of({"guided_json": schema})
+
+
+@pytest.mark.parametrize(
+    ("schema", "texts"),
+    [
+        ({"exclusiveMinimum": 0, "maximum": 1}, {"0": False, "0.1": True, "1": True}),
+        ({"exclusiveMinimum": 0.25, "maximum": 0.5}, {"0.25": False, "0.5": True}),
+        ({"minimum": 0, "exclusiveMaximum": 0.5}, {"0": True, "0.5": False}),
+        ({"minimum": 2, "exclusiveMaximum": 3}, {"2": True, "3": False, "2.9": True}),
+        ({"enum": [0.1 + 0.2]}, {"0.30000000000000004": True, "0.3": False}),
+    ],
+)
+def test_bounds_that_are_kept(schema: Any, texts: dict[str, bool], tokenizer: Any) -> None:
+    grammar = grammar_of({"guided_json": {"type": "number"} | schema})
+    assert grammar is not None
+    for text, expected in texts.items():
+        assert takes(tokenizer, grammar, text) == expected, text
+    apart = {"properties": {"a": {"exclusiveMinimum": 0}, "b": {"maximum": 0.5}}}
+    assert grammar_of({"guided_json": apart}) is not None
+
+
+def circle(use: Any) -> Any:
+    """A schema that uses a reference in a circle of two."""
+    return use | {"$defs": {"a~b": {"$ref": "#/$defs/c%20d"}, "c d": {"$ref": "#/$defs/a~0b"}}}
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"$ref": "#"},
+        circle({"$ref": "#/$defs/a~0b"}),
+        circle({"properties": {"a": {}}, "additionalProperties": {"$ref": "#/$defs/c d"}}),
+    ],
+)
+def test_references_in_a_circle(schema: Any) -> None:
+    with pytest.raises(RequestError, match=r'"\$ref" that leads to a schema, got str .*to itself'):
+        grammar_of({"guided_json": schema})
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"items": {"$ref": "#"}},
+        {"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"items": {"$ref": "#"}}}},
+        {"properties": {"$ref": {"$ref": "#/$defs/none"}}},
+        {"const": {"$ref": "#"}},
+    ],
+)
+def test_references_that_lead_to_a_schema(schema: Any) -> None:
     assert grammar_of({"guided_json": schema}) is not None
 
 
@@ -152,11 +234,6 @@ def test_a_long_text_is_checked_to_its_end(part: str) -> None:
         assert GBNF.search(f'{text}\nlast ::= "a"')
 
 
-@pytest.fixture
-def tokenizer() -> Any:
-    return pytest.importorskip("llguidance").LLTokenizer("byte")
-
-
 @pytest.mark.parametrize(
     "text",
     [
@@ -177,6 +254,8 @@ def test_forms_of_a_grammar(text: str, tokenizer: Any) -> None:
     ("kind", "text", "reason"),
     [
         ("guided_grammar", 'start: "a" start', "Too many items"),
+        ("guided_grammar", "start: start", "no text is possible"),
+        ("guided_regex", r"a[^\s\S]", "no text is possible"),
         ("guided_json", ENDLESS, "Too many items"),
         ("guided_regex", "(a?){5000}a{5000}", "too many expressions"),
         (
@@ -190,3 +269,19 @@ def test_forms_of_a_grammar(text: str, tokenizer: Any) -> None:
 def test_what_cannot_be_followed(kind: str, text: str, reason: str, tokenizer: Any) -> None:
     with pytest.raises(RequestError, match=rf"{kind}: expected what llguidance takes.*{reason}"):
         _compile(tokenizer, Grammar(kind, text))
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ('root ::= FOO foo\nFOO ::= "a"\nfoo ::= "b"', "ab"),
+        ('root ::= a-b | a_b a-b # a_b "\na-b ::= "a_b" | [\\]a-b]\na_b ::= "a"{2,3}', "aaa]"),
+        ('root ::= start "x"\nstart ::= "root ::= start" | root', "root ::= startx"),
+    ],
+)
+def test_gbnf_rules_whose_names_would_collide_in_lark_s_form(
+    text: str, expected: str, tokenizer: Any
+) -> None:
+    grammar = Grammar("guided_grammar", text)
+    assert takes(tokenizer, grammar, expected)
+    assert not takes(tokenizer, grammar, expected[:-1])

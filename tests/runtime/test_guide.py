@@ -242,6 +242,22 @@ def test_each_token_has_its_log_probability(engine: Engine) -> None:
     assert len(done.logprobs) == len(done.token_ids)
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_log_probabilities_change_no_token(engine: Engine, seed: int) -> None:
+    grammars: list[dict[str, Any]] = [
+        {"guided_json": PERSON},
+        {"guided_regex": "The answer is (yes|no), because [a-z ]{3,12}. So be it \U0001f600!"},
+    ]
+    for grammar in grammars:
+        params = replace(guided(**grammar), temperature=9.0, seed=seed)
+        for most in (200, 9):
+            one = replace(params, max_new_tokens=most)
+            plain = engine.generate([PROMPT], one)[0]
+            asked = engine.generate([PROMPT], replace(one, logprobs=0))[0]
+            assert asked.token_ids == plain.token_ids
+            assert asked.text == plain.text
+
+
 # -- beside others
 
 
@@ -319,7 +335,7 @@ def test_tokens_that_the_tokenizer_lacks_are_not_allowed(artifact: Artifact) -> 
         ({"guided_regex": "(a"}, "guided_regex: expected what llguidance takes, got one that it "
          "refuses (at 1(8): invalid regex"),
         ({"guided_grammar": "start: x"}, "guided_grammar: expected what llguidance takes, got "),
-        ({"guided_json": {"$ref": "#"}}, "guided_json: expected what llguidance takes, got "),
+        ({"guided_json": {"$ref": "#"}}, 'guided_json: expected a "$ref" that leads to a schema'),
         ({"guided_regex": ""}, "guided_regex: expected 1 to 65536 bytes, got 0"),
         ({"guided_regex": "a" * 65537}, "guided_regex: expected 1 to 65536 bytes, got 65537"),
         ({"guided_regex": 5}, "guided_regex: expected text, got int 5"),

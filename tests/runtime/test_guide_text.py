@@ -11,7 +11,7 @@ from random import Random
 
 import numpy as np
 import pytest
-from tokenizers import AddedToken, Tokenizer, decoders, normalizers, pre_tokenizers
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_tokenizers
 
 import kvgraph
 from kvgraph import Engine, SamplingParams, TextContext
@@ -114,6 +114,27 @@ def test_text_that_the_tokenizer_would_change_is_forced_as_it_is_written(
     for seed in range(4):
         text = text_under(params, tokenizer, model, seed)
         assert re.fullmatch(shape, text), text
+
+
+@pytest.mark.parametrize(
+    ("steps", "spelled"),
+    [
+        ([decoders.ByteFallback(), decoders.Metaspace()], "\u2581"),
+        ([decoders.ByteFallback(), decoders.ByteLevel()], "\u0120"),
+        ([decoders.ByteLevel(), decoders.Replace("x", "y")], "\u0120"),
+        ([decoders.Metaspace(), decoders.ByteFallback(), decoders.Fuse()], "\u2581"),
+        ([decoders.Replace(Regex("\u2581"), " "), decoders.ByteFallback()], "\u2581"),
+    ],
+)
+def test_a_tokenizer_that_llguidance_misreads_is_refused(
+    artifact: kvgraph.Artifact, steps: list[decoders.Decoder], spelled: str
+) -> None:
+    """Its text would not be as the grammar has it."""
+    text = (TINY_LLAMA / "tokenizer.json").read_text()
+    tokenizer = Tokenizer.from_str(text.replace("\u0120", spelled))
+    tokenizer.decoder = decoders.Sequence(steps)
+    with pytest.raises(kvgraph.UnsupportedError, match=r"guided_regex: .* takes, .*its decoder ma"):
+        text_under(regex("[a-z]"), tokenizer, artifact.manifest.model, 0)
 
 
 def test_a_first_space_stays_behind_a_prompt_without_text(

@@ -1,4 +1,4 @@
-"""Strings in JSON that a schema excludes, and that llguidance alone would take."""
+"""Texts that a schema excludes, and that llguidance alone would take."""
 
 from __future__ import annotations
 
@@ -108,3 +108,29 @@ def test_an_open_key_is_no_other_spelling_of_a_named_one(schema: Any, tokenizer:
 )
 def test_control_characters_that_a_schema_may_need(schema: Any, tokenizer: Any) -> None:
     assert takes(tokenizer, "guided_json", json.dumps(schema), r'"\u001b"')
+
+
+@pytest.mark.parametrize(
+    ("schema", "texts"),
+    [
+        ({"prefixItems": [{"const": "a"}]}, {'["a"]': True, "[3]": False, '["a",1]': True}),
+        (
+            {"prefixItems": [{"const": "a"}], "items": {"const": 1}},
+            {'["a",1]': True, "[1]": False, '["a",2]': False},
+        ),
+        ({"items": {"const": 1}}, {"[1,1]": True, "[2]": False}),
+        ({"items": [{"const": 1}]}, {"[1]": True, "[1,1]": False, "[2]": False}),
+        ({}, {"[1]": True, '["a",2]': True}),
+        ({"uniqueItems": False, "items": {"const": 1}}, {"[1,1]": True, "[2]": False}),
+        (
+            {"items": {"properties": {"uniqueItems": {"const": 1}}, "type": "object"}},
+            {'[{"uniqueItems":1}]': True, '[{"uniqueItems":2}]': False},
+        ),
+    ],
+)
+def test_items_that_llguidance_alone_would_drop(
+    schema: Any, texts: dict[str, bool], tokenizer: Any
+) -> None:
+    array = {"type": "array", "minItems": 1, "additionalItems": False} | schema
+    for text, expected in texts.items():
+        assert takes(tokenizer, "guided_json", json.dumps(array), text) == expected, text

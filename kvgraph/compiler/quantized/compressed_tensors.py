@@ -115,15 +115,18 @@ def _block_of(name: str, group: Group) -> tuple[int, int] | None:
 
 
 def _is_for_class(group: Group) -> bool:
-    return CLASS in (group if isinstance(group, list) else group.get("targets") or [CLASS])
+    if isinstance(group, list):
+        return CLASS in group
+    return CLASS in (group.get("targets") or [CLASS])
 
 
 def _sizes(config: Config, stem: str) -> set[int]:
     """Group sizes that the layer's groups name; empty if a scheme is given by its name alone."""
-    groups = [group for _, group in groups_for(config, stem)]
-    if any(isinstance(each, list) for each in groups):
-        return set()
-    found = [(each.get("weights") or {}).get("group_size") for each in groups]
+    found = []
+    for _, group in groups_for(config, stem):
+        if isinstance(group, list):
+            return set()
+        found.append((group.get("weights") or {}).get("group_size"))
     return {size for size in found if isinstance(size, int) and size > 0}
 
 
