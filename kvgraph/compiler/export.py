@@ -312,6 +312,19 @@ def require_state_unchanged(
     for name, symbol in zip(held.user_inputs, signature.inputs, strict=True):
         if symbol.kind != "buffer" or not is_padded:
             own[str(name)] = symbol.name
+    _require_unwritten(program, own)
+
+
+def require_constants_unchanged(program: ExportedProgram) -> None:
+    """Raise UnsupportedError if the module writes into a tensor of its own that is no buffer.
+
+    Torch decomposes no such program, so this comes before the passes.
+    """
+    _require_unwritten(program, program.graph_signature.inputs_to_lifted_tensor_constants)
+
+
+def _require_unwritten(program: ExportedProgram, own: Mapping[str, str]) -> None:
+    """Raise UnsupportedError if an operator writes into a placeholder that is a key of `own`."""
     for node in program.graph.nodes:
         if node.target is torch_ops.update_and_attend.default:
             continue

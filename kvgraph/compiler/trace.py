@@ -11,6 +11,7 @@ from torch._subclasses import FakeTensor
 from kvgraph.compiler.cache import CachePlan
 from kvgraph.compiler.export import (
     export,
+    require_constants_unchanged,
     require_one_token,
     require_state_unchanged,
     stack_traces,
@@ -59,6 +60,7 @@ def trace(
         return traced
 
     def proved(traced: Traced) -> Traced:
+        require_constants_unchanged(traced.program)
         try:
             run_passes(traced, TRACE)
         except UnsupportedError as error:

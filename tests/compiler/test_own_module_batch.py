@@ -52,6 +52,35 @@ def test_what_depends_on_the_batch_is_refused(number: str, backend: str, tmp_pat
     assert not (tmp_path / "out").exists()
 
 
+class OfLogits(Decoder):
+    """Its activations depend on how many logits a step asks for."""
+
+    def __init__(self, use: str) -> None:
+        super().__init__()
+        self.use = use
+
+    def forward(self, *inputs: Any) -> torch.Tensor:
+        tokens, offsets, at, _, lengths, *_ = inputs
+        count, asked = tokens.shape[0], at.shape[0]
+        if self.use == "rows":
+            places = torch.arange(count)
+            rows = (places[:, None] >= offsets[None, :asked]).sum(1) - 1
+            position = places - offsets[rows] + lengths[rows]
+            factor = torch.cos(position[at.long()][:, None] * torch.linspace(0, 1, VOCAB))
+        else:
+            factor = asked / count if self.use == "share" else 1 / (count - asked + 1)
+        return super().forward(*inputs) * factor
+
+
+@pytest.mark.parametrize("use", ["share", "rest", "rows"])
+def test_what_depends_on_the_number_of_logits_is_refused(use: str, tmp_path: Path) -> None:
+    """An engine asks for the last tokens' logits, and for none in the middle of a prompt."""
+    said = "where a step asks for last tokens alone that they have where it asks for all tokens"
+    with pytest.raises(kvgraph.CheckError, match=said):
+        compile_module(OfLogits(use), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
 class Slightly(Decoder):
     """What it computes with the batch is less than weights or pools of few bits explain."""
 

@@ -328,7 +328,7 @@ def test_operator_module_and_line_are_named(tmp_path: Path) -> None:
         )
     assert str(refused.value).startswith(
         "tokens: expected k of store_kv in layer 0 to depend on its own token alone, got other "
-        f"tokens through add in the module (Decoder) at {__file__}:"
+        f"tokens through index_select in the module (Decoder) at {__file__}:"
     )
     assert not (tmp_path / "out").exists()
 
@@ -348,6 +348,8 @@ def test_llama_whose_attention_adds_the_previous_token(
     folder = make_model("llama", tmp_path / "model", num_hidden_layers=1)
     huggingface.load(folder, "float32")
     monkeypatch.setattr(LlamaAttention, "forward", leaky)
-    with pytest.raises(kvgraph.UnsupportedError, match=r"add in .*layers\.0\.self_attn \(LlamaAtt"):
+    with pytest.raises(
+        kvgraph.UnsupportedError, match=r"index_select in .*layers\.0\.self_attn \(LlamaAtt"
+    ):
         kvgraph.compile(folder, tmp_path / "out", cache=cache)
     assert not (tmp_path / "out").exists()

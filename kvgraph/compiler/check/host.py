@@ -31,9 +31,11 @@ def logits_of(
     rows: Sequence[Tokens],
     *,
     chunk: Chunk,
+    last_only: bool = False,
 ) -> list[Logits]:
     """Logits of every token, one `[len(row), vocab]` array for each row; all rows run together.
 
+    `last_only`: those of each row's last token, which are the only ones that steps ask for.
     `step` takes the signature's inputs as tensors in their order. If its result is a tuple, the
     first entry is the logits. A padded cache takes one row after the other.
     """
@@ -41,7 +43,7 @@ def logits_of(
     found: list[Logits] = []
     for group in [rows] if together else [[row] for row in rows]:
         kv = host_manager(params, len(group), max(map(len, group)))
-        found += all_logits(kv, group, _run(step, signature), chunk=chunk)
+        found += all_logits(kv, group, _run(step, signature), chunk=chunk, last_only=last_only)
     return found
 
 

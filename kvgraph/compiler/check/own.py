@@ -2,7 +2,7 @@
 
 Decision: the module itself is checked, eagerly, because its tolerance is only that of its
 activations. Weights and pools of fewer bits need a wider tolerance, which hides a module that
-computes with the batch's size, lengths or offsets.
+computes with the batch's size, lengths, offsets or number of logits.
 """
 
 from __future__ import annotations
@@ -19,16 +19,18 @@ from kvgraph.compiler.traced import Traced
 from kvgraph.contract.params import KVCacheStrategy
 from kvgraph.errors import CheckError
 
+WHERE_FEW = "where a step asks for last tokens alone", "where it asks for all tokens"
 LEFT = "nothing was written, --no-check writes it all the same"
 
 
 def require_own(traced: Traced) -> None:
     """Raise CheckError unless a user's own module gives a row the same logits alone, in chunks next
-    to another row, and in a larger batch, and its program gives them too.
+    to another row, in steps that ask for few logits, and in a larger batch, and its program gives
+    them too.
 
     The proof that tokens stay apart is about tokens only: a module may also compute with the
-    batch's size, lengths or offsets. Code that depends on a value which only larger batches have is
-    not found.
+    batch's size, lengths or offsets, and with the number of logits. Code that depends on a value
+    which only larger batches have is not found.
     """
     model = traced.model
     if isinstance(model.module, Decoder):
@@ -41,6 +43,10 @@ def require_own(traced: Traced) -> None:
     apart = difference(found, expected, allowed)
     if not apart.fits:
         raise refusal(model.architecture, "in chunks next to another row", "alone", apart.said)
+    last = run(model.module, rows=rows, chunk=chunk_of(rows), last_only=True)
+    apart = difference(last, [logits[-1:] for logits in found], allowed)
+    if not apart.fits:
+        raise refusal(model.architecture, *WHERE_FEW, apart.said)
     if traced.plan.strategy is not KVCacheStrategy.PADDED:
         crowd, chunks = crowd_of(rows, model.max_seq_len)
         apart = difference(run(model.module, rows=crowd, chunk=chunks)[OTHERS:], found, allowed)
@@ -65,5 +71,5 @@ def refusal(architecture: str, here: str, there: str, error: str) -> CheckError:
     return CheckError(
         f"check of {architecture!r}: expected rows to have the logits {here} that they have "
         f"{there}, got others (they differ by {error} of their spread): it computes with the size, "
-        f"lengths or offsets of the batch; {LEFT}"
+        f"lengths, offsets or number of logits of the batch; {LEFT}"
     )

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import torch
+from torch.fx import Node
 
-from kvgraph.compiler.passes.token_functions import CREATED, LAYOUT, VIEWS
+from kvgraph.compiler.passes.token_functions import CREATED, LAYOUT, VIEWS, packet
 from kvgraph.ops import torch_ops
 
 aten = torch.ops.aten
@@ -42,3 +43,8 @@ ELEMENTWISE = (
 """Elementwise operators that torch does not tag as pointwise."""
 
 MADE = (*CREATED, aten.zeros_like, aten.ones_like, aten.full_like, aten.empty_like, aten.empty)
+PADS = (aten.pad, aten.constant_pad_nd)
+
+
+def is_pointwise(node: Node) -> bool:
+    return packet(node) in ELEMENTWISE or torch.Tag.pointwise in getattr(node.target, "tags", ())

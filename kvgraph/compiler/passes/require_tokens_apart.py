@@ -79,21 +79,29 @@ def _followed(program: ExportedProgram, signature: GraphSignature) -> PassReport
     A shift by TOKENS or more tokens does not show in the first. Their extents have nothing in
     common, so what looks like no shift in one of them shows in the other.
     """
-    report = _Follower(program, signature, torch.arange(TOKENS), others=2).run()
-    _Follower(program, signature, torch.arange(LONG_STEP).flip(0), others=5).run()
+    report = _Follower(program, signature, TOKENS, torch.arange(TOKENS), others=2).run()
+    # Fewer logits than tokens, as in every step of an engine, and not in the tokens' order.
+    _Follower(program, signature, LONG_STEP, torch.arange(LONG_STEP).flip(0)[::2], others=5).run()
     return report
 
 
 class _Follower:
     def __init__(
-        self, program: ExportedProgram, signature: GraphSignature, asked: torch.Tensor, others: int
+        self,
+        program: ExportedProgram,
+        signature: GraphSignature,
+        tokens: int,
+        asked: torch.Tensor,
+        *,
+        others: int,
     ) -> None:
         """Prepare labels of the program's inputs.
 
-        `asked`: the values of `logits_indices`, one for each token of the step, in any order.
+        `tokens`: the number of tokens of the step.
+        `asked`: the values of `logits_indices`, in any order.
         `others`: the extent of symbolic dims that do not count tokens.
         """
-        sizes = {TOTAL_SEQ_LEN: len(asked), NUM_LOGITS: len(asked)}
+        sizes = {TOTAL_SEQ_LEN: tokens, NUM_LOGITS: len(asked)}
         self._asked = asked
         self._program = program
         self._report = PassReport("require_tokens_apart")
@@ -101,11 +109,13 @@ class _Follower:
         nodes = {node.name: node for node in program.graph.nodes if node.op == "placeholder"}
         given = [nodes[str(name)] for name in program.graph_signature.user_inputs]
         extents: dict[object, int] = {}
+        count: object = None
         for node, symbol in zip(given, signature.inputs, strict=True):
             for extent, dim in zip(node.meta["val"].shape, symbol.shape, strict=True):
                 if isinstance(dim, str) and " + " not in dim:
                     extents[extent.node.expr] = sizes.get(dim, others)
-        self._labels = TokenLabels(extents, others)
+                    count = extent.node.expr if dim == TOTAL_SEQ_LEN else count
+        self._labels = TokenLabels(extents, count, others)
         for node in nodes.values():
             self._labels.set(node, nothing(self._labels.shape(node)))
         for node, symbol in zip(given, signature.inputs, strict=True):

@@ -10,7 +10,6 @@ one that mixes all its inputs.
 from __future__ import annotations
 
 import operator
-import sys
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
@@ -20,30 +19,30 @@ import torch
 from torch.fx import Node
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.fx.node import map_arg
-from torch.utils._pytree import tree_leaves
 
 from kvgraph.compiler.passes.label_kinds import (
     ALONG,
     ALONG_ONE,
-    ELEMENTWISE,
     GROUP_NORMS,
     MADE,
     MOVED,
     NORMS,
     OVERWRITES,
+    PADS,
     RESHAPED,
     SAME,
     SIZES,
+    is_pointwise,
 )
 from kvgraph.compiler.passes.label_norms import (
     normalised,
     normalised_by_constants,
     normalised_in_groups,
 )
+from kvgraph.compiler.passes.label_numbers import is_known_by_place, moves_settled, named_dims
 from kvgraph.compiler.passes.label_products import contracted, einsum
 from kvgraph.compiler.passes.label_puts import put
 from kvgraph.compiler.passes.labels import (
-    LONG_STEP,
     NONE,
     Labels,
     Value,
@@ -62,10 +61,10 @@ MOST_KNOWN = 1 << 22
 
 class TokenLabels:
     """Labels of a graph's nodes, followed in order. `extents`: values of the symbols in shapes;
-    `others`: the value of a symbol that is not in them."""
+    `count`: the symbol of them that counts tokens; `others`: the value of any other symbol."""
 
-    def __init__(self, extents: Mapping[object, int], others: int) -> None:
-        self._extents, self._others = extents, others
+    def __init__(self, extents: Mapping[object, int], count: object, others: int) -> None:
+        self._extents, self._count, self._others = extents, count, others
         self._labels: dict[Node, Value] = {}
         self._known: dict[Node, Any] = {}
         self.unknown: set[Node] = set()  # calls without a rule that fits
@@ -120,25 +119,30 @@ class TokenLabels:
         is_size = kind in (*MADE, *SIZES) and not any(map(_is_counted, given))
         if is_size or all(self[x].is_empty for x in given):
             return self.filled(made, nothing(()))
+        if kind in (*MOVED, *RESHAPED, *PADS) and not moves_settled(node, self._count, self._held):
+            return self._anywhere(node)
         for kinds, rule in RULES:
             if kind in kinds:
                 found = rule(self, node)
                 if found is not None:
                     return self._unless_lost(node, found)
-        if kind in ELEMENTWISE or torch.Tag.pointwise in getattr(node.target, "tags", ()):
+        if is_pointwise(node):
             return self._pointwise(node)
         return self._unknown(node)
 
     def _unless_lost(self, node: Node, value: Value) -> Value:
         """`value`, but an operator that leaves no token mixes them: it may move them so far that
-        they show in longer steps only. It may take a part along a dim that does not grow."""
+        they show in longer steps only. It may take a part along a dim that does not grow, if no
+        two tokens are along it."""
         parts = value if isinstance(value, list) else [value]
         is_lost = [x.is_empty and x.low.numel() > 0 for x in parts]
         if not any(is_lost) or packet(node) in OVERWRITES or node.target is operator.getitem:
             return value  # a list's entries were looked at before
-        if dims := _dims(node, "dim"):
-            extents = node.all_input_nodes[0].meta["val"].shape
-            if all(type(extents[dim]) is int for dim in dims):
+        if dims := named_dims(node, "dim"):
+            first = node.all_input_nodes[0]
+            extents = first.meta["val"].shape
+            is_fixed = all(type(extents[dim]) is int for dim in dims)
+            if is_fixed and not self[first].joined([d % len(extents) for d in dims]).is_mixed:
                 return value
         made = [
             everything(x.low.shape) if lost else x for x, lost in zip(parts, is_lost, strict=True)
@@ -147,6 +151,15 @@ class TokenLabels:
 
     def _unknown(self, node: Node) -> Value:
         self.unknown.add(node)
+        return self._anywhere(node)
+
+    def _held(self, node: Node) -> list[int]:
+        """The dims along which a value has several tokens."""
+        found = self[node]
+        return [dim for dim in range(found.low.dim()) if found.joined([dim]).is_mixed]
+
+    def _anywhere(self, node: Node) -> Value:
+        """Labels of a call that may move any element of its operands to any place."""
         parts = [self[x].whole() for x in node.all_input_nodes if _is_tensor(x)]
         return self.filled(node.meta.get("val"), join(parts))
 
@@ -192,7 +205,7 @@ class TokenLabels:
         rank = given[0].low.dim()
         if kind not in ALONG_ONE or any(x.low.dim() != rank for x in given):
             return []
-        dims = [] if kind is aten.copy else _dims(node, "dim")
+        dims = [] if kind is aten.copy else named_dims(node, "dim")
         if dims is None:  # it flattens
             return []
         others = [d for d in range(rank) if d not in [dim % rank for dim in dims]]
@@ -221,7 +234,7 @@ class TokenLabels:
 
     def _reduced(self, node: Node) -> Value:
         first: Any = node.args[0]
-        dims = _dims(node, "dim")
+        dims = named_dims(node, "dim")
         if dims is None and len(node.all_input_nodes) > 1:
             return self._pointwise(node)  # max(x, y)
         given = self[first]
@@ -235,7 +248,7 @@ class TokenLabels:
     def _along(self, node: Node) -> Value:
         first: Any = node.args[0]
         given = self[first]
-        dims = _dims(node, "dim") or [-1]
+        dims = named_dims(node, "dim") or [-1]
         if given.low.dim() == 0:
             return self.filled(node.meta["val"], given)
         return self.filled(node.meta["val"], given.joined([dims[0] % given.low.dim()]))
@@ -322,9 +335,8 @@ class TokenLabels:
             node.target, torch._ops.OpOverload
         ):
             return None
-        numbers = [x for x in tree_leaves((node.args, node.kwargs)) if type(x) in (int, float)]
-        if any(LONG_STEP < abs(x) < sys.maxsize for x in numbers):
-            return None  # a longer step may differ
+        if not is_known_by_place(node, self._count):
+            return None  # another step may differ
         shape = self.shape(node)
         if torch.Size(shape).numel() > MOST_KNOWN or node.target._schema.is_mutable:
             return None
@@ -360,24 +372,12 @@ def _is_counted(node: Node) -> bool:
     return bool(free_unbacked_symbols(node.meta["val"]))
 
 
-def _dims(node: Node, name: str) -> list[int] | None:
-    """The dims in argument `name` of a call, or its default; None if there is none."""
-    target = node.target
-    arguments = target._schema.arguments if isinstance(target, torch._ops.OpOverload) else []
-    for place, argument in enumerate(arguments):
-        if argument.name == name:
-            given: Any = argument.default_value if argument.has_default_value() else None
-            given = node.args[place] if place < len(node.args) else node.kwargs.get(name, given)
-            return given if given is None else [given] if isinstance(given, int) else list(given)
-    return None
-
-
 Rule = Callable[[TokenLabels, Node], Value | None]
 RULES: tuple[tuple[tuple[object, ...], Rule], ...] = (
     (SAME, TokenLabels._same),
     (RESHAPED, TokenLabels._reshaped),
     (MOVED, TokenLabels._moved),
-    ((aten.pad, aten.constant_pad_nd), TokenLabels._padded),
+    (PADS, TokenLabels._padded),
     (REDUCED, TokenLabels._reduced),
     (ALONG, TokenLabels._along),
     (NORMS, normalised),
