@@ -375,3 +375,15 @@ def test_end_tokens_come_in_any_order_of_things(given: Any) -> None:
 def test_a_model_folder_has_its_own_text_files(tmp_path: Path) -> None:
     with pytest.raises(kvgraph.UnsupportedError, match="eos_token_ids: expected None for a model"):
         kvgraph.compile(TINY_LLAMA, tmp_path / "out", eos_token_ids=[1])
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+def test_torchscript_is_named(tmp_path: Path) -> None:
+    module = Decoder()
+    part = torch.jit.script(nn.Linear(2, 2))
+    for given, name in ((part, "model"), (module, "qkv")):
+        module.qkv = part
+        with pytest.raises(
+            kvgraph.UnsupportedError, match=f"{name}: expected an nn.Module in Python, got a torch."
+        ):
+            compile_module(given, tmp_path / "out")

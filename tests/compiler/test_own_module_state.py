@@ -182,18 +182,6 @@ def test_batch_norm_by_the_numbers_of_its_training(tmp_path: Path) -> None:
         compile_module(module, tmp_path / "out2")
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
-def test_torchscript_is_named(tmp_path: Path) -> None:
-    module = Decoder()
-    part = torch.jit.script(nn.Linear(2, 2))
-    for given, name in ((part, "model"), (module, "qkv")):
-        module.qkv = part
-        with pytest.raises(
-            kvgraph.UnsupportedError, match=f"{name}: expected an nn.Module in Python, got a torch."
-        ):
-            compile_module(given, tmp_path / "out")
-
-
 class Versioned(Decoder):
     def get_extra_state(self) -> Any:
         return {"version": 2}
@@ -256,16 +244,12 @@ class Lengthens(Decoder):
 
 
 class Remembers(Decoder):
-    """Tokens in a tensor that no list of buffers has."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.previous = torch.zeros(1)
-
     def forward(self, *inputs: Any) -> torch.Tensor:
         logits = super().forward(*inputs) + self.previous
         self.previous.copy_(logits[-1, :1])
         return logits
+
+    previous = torch.zeros(1)  # in no list of buffers
 
 
 @pytest.mark.parametrize(
