@@ -200,22 +200,30 @@ def test_checkpoints_of_mlx(model: Path, tmp_path: Path, names: list[str]) -> No
 
 
 @pytest.mark.parametrize(
-    ("more", "got"),
+    ("more", "got", "form"),
     [
-        ({"packing_format": "auto_round:fp8"}, "'auto_round:fp8'"),
+        ({"packing_format": "auto_round:fp8"}, "'auto_round:fp8'", "auto_gptq"),
+        (
+            {"packing_format": "auto_round:llm_compressor"},
+            "'auto_round:llm_compressor'",
+            "llm_compressor",
+        ),
         (
             {"packing_format": "auto_round:auto_gptq", "rotation_config": {"backend": "auto"}},
             "'auto_round:auto_gptq' with one",
+            "auto_gptq",
         ),
-        ({}, "None"),
+        ({}, "None", "auto_gptq"),
     ],
 )
-def test_forms_of_auto_round(model: Path, tmp_path: Path, more: dict[str, Any], got: str) -> None:
+def test_forms_of_auto_round(
+    model: Path, tmp_path: Path, more: dict[str, Any], got: str, form: str
+) -> None:
     configure(model, quantization_config={"quant_method": "auto-round", "bits": 4, **more})
     assert either(tmp_path, model) == (
         f"{model}/config.json: quantization_config: expected a packing_format of "
         f"['auto_round:auto_awq', 'auto_round:auto_gptq'] without a rotation_config, got {got}; "
-        'export it with format="auto_gptq", or compile the one that it was made from, with '
+        f'export it with format="{form}", or compile the one that it was made from, with '
         "--weights int4 or int8"
     )
 

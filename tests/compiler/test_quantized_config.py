@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from kvgraph import ModelError, UnsupportedError
+from kvgraph import ModelError
 from kvgraph.compiler.frontends import huggingface
 from kvgraph.compiler.frontends.folder import read_config
 from kvgraph.compiler.frontends.stored_forms import stored_forms
@@ -201,12 +201,3 @@ def test_blocks_of_two_sizes_for_one_layer(plain: Callable[[str], Path], tmp_pat
     with_blocks(plain("llama"), tmp_path / "packed", (64, 56), "Linear")
     assert "block_structure of model.layers.0" in (said := quantized.refused(tmp_path / "packed"))
     assert "expected one size, got 64 x 48 and 64 x 56; compile the checkpoint" in said
-
-
-def test_forms_that_auto_round_exports_for_others(tmp_path: Path) -> None:
-    own = {"quant_method": "auto-round", "packing_format": "auto_round:llm_compressor"}
-    (tmp_path / "config.json").write_text(
-        json.dumps({"model_type": "llama", "quantization_config": own})
-    )
-    with pytest.raises(UnsupportedError, match='; export it with format="llm_compressor", or co'):
-        read_config(tmp_path)

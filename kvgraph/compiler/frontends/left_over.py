@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvgraph.compiler.frontends.found_instead import MERGE
+from kvgraph.compiler.quantized.parts import INSTEAD
 from kvgraph.compiler.values import Values
 from kvgraph.errors import ModelError
 from kvgraph.plural import plural
@@ -70,7 +71,10 @@ def incomplete(folder: Path, problem: str, first: str, left: Sequence[str]) -> M
     elif named is not None:
         step = f"; strip {named.removesuffix(first)!r} from the names of tensors, as in {named}"
     elif alone is not None and ".experts." in first:
-        step = f"; experts of this model are not read one by one from tensors such as {alone}"
+        step = (
+            "; experts of this model are not read one by one from tensors such as "
+            f"{alone}; {INSTEAD}"
+        )
     elif left:
         step = f"; the first tensor without a place is {left[0]}"
     return ModelError(

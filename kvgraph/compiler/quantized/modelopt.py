@@ -24,6 +24,8 @@ from kvgraph.compiler.values import Values
 from kvgraph.ops.packed import MXFP4_GROUP, NVFP4_GROUP
 
 BLOCK = (128, 128)
+UNREAD = ("NVFP4_AWQ", "W4A8_NVFP4_FP8")
+"""Algorithms that are refused by name: one scales activations, one has groups of 32."""
 STACKED = "_weight_scale"
 REFUSED = {
     ".pre_quant_scale": "scales that activations are multiplied by",
@@ -34,6 +36,9 @@ REFUSED = {
 
 
 def weights(parts: Parts, config: Config) -> dict[str, Values]:
+    algorithm = str(config.get("quant_algo"))
+    if algorithm.upper() in UNREAD:
+        raise parts.refuse("quant_algo", "NVFP4, MXFP4, FP8 or MXFP8", repr(algorithm))
     for end, what in REFUSED.items():
         for stem in parts.stems(end):
             raise parts.refuse(f"{stem}{end}", "none", what)
