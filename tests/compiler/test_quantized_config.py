@@ -49,6 +49,11 @@ GPTQ, AWQ, COMPRESSED = (quantized.FORMS[name][0] for name in ("gptq", "awq", "w
             GPTQ | {"checkpoint_format": "marlin"},
             "checkpoint_format: expected one of ['gptq",
         ),
+        (
+            "nvfp4",
+            {"quant_method": "modelopt", "quant_algo": "W4A8_NVFP4_FP8"},
+            "modelopt: quant_algo: expected NVFP4, MXFP4, FP8 or MXFP8, got 'W4A8_NVFP4_FP8'; ",
+        ),
         ("gptq", GPTQ | {"bits": "4"}, "gptq: bits: expected 2, 4 or 8, got '4'; "),
         ("gptq", GPTQ | {"rotation": "hadamard"}, "rotation: expected none, got 'hadamard'; "),
         (
