@@ -5,7 +5,7 @@ characters as one that has `\"` and `\\` too, so `[^"]` takes a quote. So classe
 which no text needs. An open key may spell a named one, as `"\u0067"` for `"g"`, so such schemas
 have no `\u` in strings.
 
-"additionalItems" has a meaning only beside a list of "items". llguidance drops "prefixItems" for
+"additionalItems" has a meaning only with a list of "items". llguidance drops "prefixItems" for
 it, so such a key is taken out here, as is "uniqueItems": false, which llguidance refuses.
 """
 

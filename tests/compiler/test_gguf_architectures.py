@@ -12,14 +12,13 @@ import numpy as np
 import pytest
 import tokenizers
 import torch
-from safetensors.torch import load_file, save_file
 
 import kvgraph
 from kvgraph.compiler.frontends import huggingface
 from kvgraph.compiler.frontends.gguf import as_folder
 from kvgraph.errors import KVGraphError
 from tests.support import gguf_files
-from tests.support.models import greedy_tokens, make_model
+from tests.support.models import greedy_tokens, make_model, randomize_vectors
 
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0}
@@ -111,19 +110,25 @@ OTHERWISE += (
 """Fields that say nothing about a model's results, or that the file's tokenizer has."""
 
 
+Tensors = dict[str, torch.Tensor]
+
+
 def make(name: str, tmp_path: Path, kind: str = "F32", **more: Any) -> tuple[Path, Path]:
     """A checkpoint whose vectors are random too, and its file."""
     architecture, settings = MODELS[name]
     folder = make_model(architecture, tmp_path / "model", vocab_size=258, **settings)
-    stored, random = load_file(folder / "model.safetensors"), torch.Generator().manual_seed(3)
-    for tensor, given in stored.items():
-        if given.ndim == 1 or tensor.endswith("bias"):
-            stored[tensor] = given + 0.2 * torch.randn(given.shape, generator=random)
-    save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
+    randomize_vectors(folder)
     return folder, gguf_files.make(folder, tmp_path / "model.gguf", kind, text=TEXT, **more)
 
 
-def loaded(folder: Path) -> dict[str, torch.Tensor]:
+def read_back(model: Path, path: Path) -> tuple[dict[str, Any], dict[str, Any], Tensors]:
+    """The configuration of a checkpoint, and configuration and weights of its file."""
+    expected = json.loads((model / "config.json").read_text())
+    with as_folder(path) as folder:
+        return expected, json.loads((folder / "config.json").read_text()), loaded(folder)
+
+
+def loaded(folder: Path) -> Tensors:
     module = huggingface.load(folder, "float32").module
     return {name.removeprefix("model."): each for name, each in module.state_dict().items()}
 
@@ -140,9 +145,7 @@ def plain(value: object) -> object:
 @pytest.mark.parametrize("name", MODELS)
 def test_configuration_and_weights(name: str, tmp_path: Path) -> None:
     model, path = make(name, tmp_path)
-    expected = json.loads((model / "config.json").read_text())
-    with as_folder(path) as folder:
-        found, weights = json.loads((folder / "config.json").read_text()), loaded(folder)
+    expected, found, weights = read_back(model, path)
     for field, value in expected.items():
         if field not in OTHERWISE and field in found:
             assert plain(found[field]) == plain(value), field

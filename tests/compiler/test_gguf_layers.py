@@ -11,13 +11,19 @@ import pytest
 import tokenizers
 import torch
 import transformers
-from safetensors.torch import load_file, save_file
 
 import kvgraph
 from kvgraph.compiler.frontends.gguf import as_folder
-from tests.compiler.test_gguf_architectures import OTHERWISE, TEXT, loaded, plain, refused
+from tests.compiler.test_gguf_architectures import (
+    OTHERWISE,
+    TEXT,
+    loaded,
+    plain,
+    read_back,
+    refused,
+)
 from tests.support import gguf_files
-from tests.support.models import greedy_tokens, make_model
+from tests.support.models import greedy_tokens, make_model, randomize_vectors
 
 TYPES = ["sliding_attention", "full_attention"]
 GEMMA: dict[str, Any] = {"vocab_size": 258, "sliding_window": 24, "global_head_dim": 32}
@@ -74,14 +80,10 @@ def make(name: str, tmp_path: Path, **more: Any) -> tuple[Path, Path]:
     """A checkpoint whose vectors are random too, and its file."""
     architecture, settings = MODELS[name]
     folder = make_model(architecture, tmp_path / "model", **{"vocab_size": 258} | settings)
-    stored, random = load_file(folder / "model.safetensors"), torch.Generator().manual_seed(3)
-    for tensor, given in stored.items():
-        if given.ndim == 1:
-            stored[tensor] = given + 0.2 * torch.randn(given.shape, generator=random)
-    if name == "gemma4 small":  # published checkpoints have them, and no model reads them
-        stored |= {f"{SHARED}{part}_proj.weight": torch.ones(64, 64) for part in "kv"}
-        stored[f"{SHARED}k_norm.weight"] = torch.ones(32)
-    save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
+    unread = {f"{SHARED}{part}_proj.weight": torch.ones(64, 64) for part in "kv"}
+    unread[f"{SHARED}k_norm.weight"] = torch.ones(32)
+    # Published checkpoints have them, and no model reads them.
+    randomize_vectors(folder, unread if name == "gemma4 small" else None)
     factors = FACTORS if architecture == "gemma4_text" else None
     more = {"text": TEXT, "factors": factors} | more
     return folder, gguf_files.make(folder, tmp_path / "model.gguf", **more)
@@ -90,9 +92,7 @@ def make(name: str, tmp_path: Path, **more: Any) -> tuple[Path, Path]:
 @pytest.mark.parametrize("name", MODELS)
 def test_configuration_and_weights(name: str, tmp_path: Path) -> None:
     model, path = make(name, tmp_path)
-    expected = json.loads((model / "config.json").read_text())
-    with as_folder(path) as folder:
-        found, weights = json.loads((folder / "config.json").read_text()), loaded(folder)
+    expected, found, weights = read_back(model, path)
     for field, value in expected.items():
         if field not in (*OTHERWISE, "head_dim"):
             assert plain(found[field]) == plain(value), field

@@ -83,6 +83,18 @@ def make_model(architecture: str, folder: Path, *, seed: int = 0, **overrides: A
     return folder
 
 
+def randomize_vectors(folder: Path, more: dict[str, Any] | None = None) -> None:
+    """Change norms, which are ones, and biases, which are zeros. `more`: tensors to add."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    stored, random = load_file(folder / "model.safetensors"), torch.Generator().manual_seed(3)
+    for tensor, given in stored.items():
+        if given.ndim == 1 or tensor.endswith("bias"):
+            stored[tensor] = given + 0.2 * torch.randn(given.shape, generator=random)
+    save_file(stored | (more or {}), folder / "model.safetensors", metadata={"format": "pt"})
+
+
 def greedy_tokens(model: Any, prompt: list[int], count: int) -> list[int]:
     """What transformers' `generate` puts behind a prompt; its end of text does not end it."""
     import torch

@@ -124,13 +124,15 @@ def _is_meant(entry: str, names: Sequence[str], classes: Sequence[str]) -> bool:
 
 
 def _groups(given: Config) -> Iterator[tuple[str, Group, list[str]]]:
-    """Name, content and targets of each group with weights. A group without targets means every
-    linear layer."""
+    """Name, content and targets of each group with weights."""
     for name, group in (given.get("config_groups") or {}).items():
-        if isinstance(group, list):
-            yield name, group, _texts(group) or [CLASS]
-        elif group.get("weights"):
-            yield name, group, _texts(group.get("targets")) or [CLASS]
+        if isinstance(group, list) or group.get("weights"):
+            yield name, group, targets_of(group)
+
+
+def targets_of(group: Group) -> list[str]:
+    """What a group is for. One without targets means every linear layer."""
+    return _texts(group if isinstance(group, list) else group.get("targets")) or [CLASS]
 
 
 def _of_modelopt(given: Config) -> _Rule:

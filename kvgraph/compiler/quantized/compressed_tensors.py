@@ -21,7 +21,7 @@ from __future__ import annotations
 import torch
 
 from kvgraph.compiler.frontends.folder import Config, block_of
-from kvgraph.compiler.frontends.left_plain import CLASS, Group, groups_for
+from kvgraph.compiler.frontends.left_plain import CLASS, Group, groups_for, targets_of
 from kvgraph.compiler.frontends.stored_forms import BY_INPUT
 from kvgraph.compiler.quantized.floats import FLOAT8, FourBits, scaled
 from kvgraph.compiler.quantized.integers import Integers
@@ -101,7 +101,8 @@ def _block(parts: Parts, config: Config, stem: str) -> tuple[int, int] | None:
     groups = groups_for(config, stem)
     blocks = {_block_of(*each) for each in groups} - {None}
     if len(blocks) > 1:
-        blocks = {_block_of(*each) for each in groups if _is_for_class(each[1])} - {None} or blocks
+        whole = [each for each in groups if CLASS in targets_of(each[1])]
+        blocks = {_block_of(*each) for each in whole} - {None} or blocks
     if len(blocks) > 1:
         got = " and ".join(sorted(f"{block[0]} x {block[1]}" for block in blocks if block))
         raise parts.refuse(f"block_structure of {stem}", "one size", got)
@@ -112,12 +113,6 @@ def _block_of(name: str, group: Group) -> tuple[int, int] | None:
     if isinstance(group, list):  # the name of a scheme, and the modules that it applies to
         return PRESET_BLOCKS.get(name)
     return block_of((group.get("weights") or {}).get("block_structure"))
-
-
-def _is_for_class(group: Group) -> bool:
-    if isinstance(group, list):
-        return CLASS in group
-    return CLASS in (group.get("targets") or [CLASS])
 
 
 def _sizes(config: Config, stem: str) -> set[int]:
