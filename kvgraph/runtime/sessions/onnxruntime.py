@@ -255,6 +255,7 @@ def _opened(
     try:
         return ort.InferenceSession(model, options, providers=[provider], enable_fallback=False)
     except Exception as error:  # ONNX Runtime cannot be asked whether there is such a pool
+        reraise_if_signalled(error)
         if OWN_THREADS not in str(error):
             raise
     options.use_per_session_threads = False
