@@ -250,7 +250,7 @@ def test_experts_that_are_stored_one_by_one(plain: Callable[[str], Path], tmp_pa
     model, folder = plain("gpt_oss"), tmp_path / "apart"
     stored = load_file(model / "model.safetensors")
     whole = "model.layers.0.mlp.experts.down_proj"
-    alone = whole.replace("down_proj", "0.down_proj.weight")
+    alone = whole.replace("down_proj", "0.w2.weight")
     stored[alone] = stored.pop(whole)[0]
     quantized.save(model, folder, stored, None)
     said = f"got missing_keys such as {whole}; experts of this model are not read one by one from "

@@ -9,14 +9,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
-from dataclasses import dataclass, field, replace
-from functools import cached_property
+from dataclasses import dataclass, field
+from functools import cached_property, partial
 from typing import TYPE_CHECKING
 
 import torch
 
+from kvgraph.compiler.frontends.experts_apart import joined_experts
 from kvgraph.compiler.frontends.left_plain import LANGUAGE_PARTS
-from kvgraph.compiler.values import Coded, CodedRows, Part, Rows, Values
+from kvgraph.compiler.values import (
+    Coded,
+    CodedRows,
+    Part,
+    Rows,
+    Values,
+    parts_of,
+    shared_form,
+    whole_coded,
+)
 from kvgraph.ops.packed import Form
 
 if TYPE_CHECKING:
@@ -106,14 +116,10 @@ class _Made(Values):
 
     @cached_property
     def form(self) -> Form | None:
-        forms = [each.form for each in self._sources]
-        known = [form for form in forms if form is not None]
-        is_transposed = any(each.is_coded_transposed for each in self._sources)
-        if len(known) < len(forms) or is_transposed or not self._group.keeps_rows:
+        if any(each.is_coded_transposed for each in self._sources) or not self._group.keeps_rows:
             return None
-        has_offsets = any(form.has_offsets for form in known)
-        alike = {replace(form, has_offsets=has_offsets) for form in known}
-        return alike.pop() if len(alike) == 1 and self._merges_scales(known[0]) else None
+        form = shared_form(self._sources)
+        return form if form is not None and self._merges_scales(form) else None
 
     def _merges_scales(self, form: Form) -> bool:
         """Whether the converter merges scales to the shape that fits the merged numbers."""
@@ -130,14 +136,14 @@ class _Made(Values):
         return shape == (*rows, inputs // (form.group or inputs))
 
     def open_coded(self) -> CodedRows:
+        form = self.form
+        assert form is not None
+
         def merged(chosen: Sequence[int]) -> Coded:
-            parts = {p: self._sources[p].open_coded()(0, self._sources[p].count) for p in chosen}
-            has_factors = any(part.factors is not None for part in parts.values())
+            coded = {place: whole_coded(self._sources[place], form) for place in chosen}
+            names = [name for name, _ in parts_of(coded[chosen[0]])]
             return Coded(
-                self._merge(chosen, lambda place: parts[place].numbers),
-                self._merge(chosen, lambda place: parts[place].scales),
-                self._merge(chosen, lambda place: _offsets(parts[place])),
-                self._merge(chosen, lambda place: _factors(parts[place])) if has_factors else None,
+                **{name: self._merge(chosen, partial(_part, coded, name)) for name in names}
             )
 
         return self._open(merged, lambda whole, a, b: whole.map(lambda part: _rows(part, a, b)))
@@ -166,15 +172,9 @@ def _rows(whole: torch.Tensor, start: int, stop: int) -> torch.Tensor:
     return whole[start:stop]
 
 
-def _offsets(coded: Coded) -> torch.Tensor:
-    if coded.offsets is None:
-        return torch.zeros_like(coded.scales, dtype=torch.int8)
-    return coded.offsets
-
-
-def _factors(coded: Coded) -> torch.Tensor:
-    assert coded.factors is not None  # tensors of one form all have them
-    return coded.factors
+def _part(coded: Mapping[int, Coded], name: str, place: int) -> torch.Tensor:
+    found: torch.Tensor = getattr(coded[place], name)
+    return found
 
 
 def of_parameters(
@@ -185,8 +185,8 @@ def of_parameters(
     """Values by the names of `model`'s state, and the names of stored tensors without a parameter.
 
     `larger`: the configuration of the whole model if `model` is a part of the checkpoint's; its
-    converters are used if the part has none. Raises what transformers raises when tensors do not
-    fit its operations.
+    converters are used if the part has none. Raises what `joined_experts` raises, and what
+    transformers raises when tensors do not fit its operations.
     """
     from transformers import conversion_mapping
     from transformers import core_model_loading as loading
@@ -200,7 +200,7 @@ def of_parameters(
     by_pattern = {pattern: each for each in converters for pattern in each.source_patterns}
     state = model.state_dict(keep_vars=True)
     found: dict[str, Values] = {}
-    left: list[str] = []
+    left: list[tuple[str, str]] = []
     groups: dict[str, _Group] = {}
     own = {"base_model_prefix": model.base_model_prefix, "meta_state_dict": state}
     for name in sorted(stored, key=loading.dot_natural_key):
@@ -208,7 +208,7 @@ def of_parameters(
         if renamed not in state and name in state:  # stored under the parameter's own name
             renamed, pattern = name, None
         if renamed not in state:
-            left.append(name)
+            left.append((name, renamed))
             continue
         if pattern is None:
             found.setdefault(renamed, stored[name])
@@ -217,7 +217,9 @@ def of_parameters(
             group.sources.append((name, pattern, stored[name]))
     for group in groups.values():
         found |= group.values(model)
-    return found, left
+    apart = {renamed: stored[name] for name, renamed in left}
+    joined, used = joined_experts(model, apart)
+    return joined | found, [name for name, renamed in left if renamed not in used]
 
 
 def language_part(stored: Mapping[str, Values]) -> dict[str, Values]:

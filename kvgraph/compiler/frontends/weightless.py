@@ -26,6 +26,7 @@ from kvgraph.compiler.frontends.refusals import first_line
 from kvgraph.compiler.quantized import gguf, weights_of
 from kvgraph.compiler.values import Cast, Values
 from kvgraph.contract.dtypes import ACTIVATIONS
+from kvgraph.errors import KVGraphError
 from kvgraph.signal_handlers import reraise_if_signalled
 
 if TYPE_CHECKING:
@@ -138,6 +139,8 @@ def locate(
         try:
             named = language_part(read) if larger else read
             values, others = of_parameters(model, named, larger)
+        except KVGraphError:
+            raise
         except ImportError:
             return Located(None, "transformers' own names of them are not known", form)
         except Exception as error:

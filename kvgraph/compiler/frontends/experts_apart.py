@@ -1,0 +1,166 @@
+"""Experts that a checkpoint stores one by one, for a model that has them in one parameter.
+
+Tools that quantise linear layers store experts so: `experts.0.gate_proj.weight`. transformers'
+converters know these names for some models only. The model's module of experts tells the layout of
+its parameters (transformers.integrations.moe.use_experts_implementation).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cached_property
+from operator import attrgetter
+from typing import TypeVar
+
+import torch
+from torch import nn
+
+from kvgraph.compiler.values import (
+    Coded,
+    CodedRows,
+    Rows,
+    Values,
+    parts_of,
+    shared_form,
+    whole_coded,
+)
+from kvgraph.errors import ModelError
+from kvgraph.ops.packed import Form
+
+NAME = re.compile(r"(.+\.experts)\.\d+\.(?:gate|up|down)_proj\.(?:weight|bias)")
+
+LAYERS = {
+    "gate_up_proj": ("gate_proj", "up_proj"),
+    "up_proj": ("up_proj",),
+    "down_proj": ("down_proj",),
+}
+"""Name of a parameter of all experts -> the layers of an expert that it consists of."""
+
+
+def joined_experts(
+    model: nn.Module, apart: Mapping[str, Values]
+) -> tuple[dict[str, Values], set[str]]:
+    """Values of `model`'s parameters that are made of tensors in `apart`, and these tensors' names.
+
+    `apart`: name of a tensor, as `model` would name it -> values. ModelError if tensors of a
+    parameter are missing or differ in shape.
+    """
+    found: dict[str, Values] = {}
+    used: set[str] = set()
+    matches = map(NAME.fullmatch, apart)
+    prefixes = {match[1] for match in matches if match is not None}
+    for prefix, experts in model.named_modules():
+        if prefix not in prefixes:
+            continue
+        names = dict(_tensors_of(experts, prefix, apart))
+        used |= {name for each in names.values() for expert in each for name in expert}
+        is_interleaved = not getattr(experts, "is_concatenated", True)
+        joined = {
+            parameter: _Joined(_sources(each, apart), is_interleaved)
+            for parameter, each in names.items()
+        }
+        is_transposed = getattr(experts, "is_transposed", False) or any(
+            tuple(experts.get_parameter(parameter).shape) != each.shape
+            for parameter, each in joined.items()
+        )
+        for parameter, each in joined.items():
+            if is_transposed and len(each.shape) == MATRICES:
+                each.transpose()
+            found[f"{prefix}.{parameter}"] = each
+    return found, used
+
+
+Made = TypeVar("Made", Values, Coded)
+
+MATRICES = 3
+"""Dims of all experts' weights, which are matrices; their biases have one less."""
+
+
+def _tensors_of(
+    experts: nn.Module, prefix: str, apart: Mapping[str, Values]
+) -> Iterator[tuple[str, list[list[str]]]]:
+    """Each parameter with a tensor in `apart`, and the names of each expert's tensors in order."""
+    for parameter, held in experts.named_parameters(recurse=False):
+        end = "bias" if parameter.endswith("_bias") else "weight"
+        layers = LAYERS.get(parameter.removesuffix("_bias"), ())
+        names = [[f"{prefix}.{i}.{layer}.{end}" for layer in layers] for i in range(len(held))]
+        if not apart.keys().isdisjoint(name for expert in names for name in expert):
+            yield parameter, names
+
+
+def _sources(names: Sequence[Sequence[str]], apart: Mapping[str, Values]) -> list[list[Values]]:
+    first = next(apart[name] for expert in names for name in expert if name in apart)
+    for name in (name for expert in names for name in expert):
+        if name not in apart:
+            raise ModelError(
+                f"{first.where}: expected such tensors of all {len(names)} experts, got none for "
+                f"{name}"
+            )
+        if apart[name].shape != first.shape:
+            raise ModelError(
+                f"{apart[name].where}: expected {list(first.shape)}, the shape of {first.where}, "
+                f"got {list(apart[name].shape)}"
+            )
+    return [[apart[name] for name in expert] for expert in names]
+
+
+class _Joined(Values):
+    """A parameter of all experts, made of each expert's layers.
+
+    `experts`: each expert's tensors of one shape, `[N, K]` or `[N]`. `is_interleaved`: rows of an
+    expert's tensors alternate; else they follow one another. Its shape is `[experts, rows, K]` or
+    `[experts, rows]`.
+    """
+
+    def __init__(self, experts: Sequence[Sequence[Values]], is_interleaved: bool) -> None:
+        self._experts, self._is_interleaved = experts, is_interleaved
+        sources = [each for expert in experts for each in expert]
+        first, kinds = sources[0], {each.dtype for each in sources}
+        self.where = first.where
+        self.dtype = first.dtype if len(kinds) == 1 else torch.float32
+        self.shape = (len(experts), len(experts[0]) * first.shape[0], *first.shape[1:])
+        self.bits = max(each.bits for each in sources)
+        self.stored_bits = min(each.stored_bits for each in sources)
+        self.x_bits = min(each.x_bits for each in sources)
+        self._sources = sources
+
+    def transpose(self) -> None:
+        """Swap the last two dims."""
+        experts, rows, inputs = self.shape
+        self.shape, self.is_coded_transposed = (experts, inputs, rows), True
+
+    def open(self) -> Rows:
+        def rows(start: int, stop: int) -> torch.Tensor:
+            found = self._stack(self._experts[start:stop], lambda each: each.read().to(self.dtype))
+            return found.transpose(1, 2) if self.is_coded_transposed else found
+
+        return rows
+
+    @cached_property
+    def form(self) -> Form | None:
+        return shared_form(self._sources)
+
+    def open_coded(self) -> CodedRows:
+        form = self.form
+        assert form is not None
+
+        def rows(start: int, stop: int) -> Coded:
+            experts = [
+                [whole_coded(each, form) for each in expert] for expert in self._experts[start:stop]
+            ]
+            names = [name for name, _ in parts_of(experts[0][0])]
+            return Coded(**{name: self._stack(experts, attrgetter(name)) for name in names})
+
+        return rows
+
+    def _stack(
+        self, experts: Sequence[Sequence[Made]], part: Callable[[Made], torch.Tensor]
+    ) -> torch.Tensor:
+        """Join a tensor of each expert's layers, and stack the experts'."""
+        joined = []
+        for expert in experts:
+            parts = [part(each) for each in expert]
+            is_joined = self._is_interleaved and len(parts) > 1
+            joined.append(torch.stack(parts, 1).flatten(0, 1) if is_joined else torch.cat(parts))
+        return torch.stack(joined)
