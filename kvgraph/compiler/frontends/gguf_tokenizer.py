@@ -21,6 +21,7 @@ from kvgraph.compiler.frontends.gguf_file import (
     refuse,
     require_vocabulary,
 )
+from kvgraph.compiler.frontends.gguf_splits import SPLITS, splitter
 from kvgraph.compiler.frontends.text_files import (
     MORE_TEMPLATES,
     SETTINGS,
@@ -86,12 +87,10 @@ NOT_STRIPPED = ("<unk>", "<s>", "<|endoftext|>")
 """llama.cpp drops the space behind tokens of models with such names, but not behind these."""
 
 LLAMA3_SPLITS = ("llama-bpe", "llama-v3", "llama3", "falcon-h1", "falcon3", "jina-v5-nano", "lfm2")
-WHOLE_WORDS = (*LLAMA3_SPLITS, "midm-2.0", "pixtral", "tekken")
-"""Pre-tokenizers for which llama.cpp ignores merges if a word is itself a token, and adds BOS by
-default."""
-
-GPT2, DIGITS = ("gpt-2", "phi-2"), ("refact", "smollm", "starcoder")
-"""Pre-tokenizers that split as GPT-2 does; those in DIGITS split at each digit first."""
+BEGUN = (*LLAMA3_SPLITS, "midm-2.0", "pixtral", "tekken")
+"""Pre-tokenizers for which llama.cpp adds BOS by default."""
+WHOLE_WORDS = (*BEGUN, "glm4", "glm5")
+"""Pre-tokenizers for which llama.cpp ignores merges if a word is itself a token."""
 
 
 def ends(reader: GGUFReader) -> list[int]:
@@ -122,12 +121,12 @@ def write_tokenizer(path: Path, reader: GGUFReader, folder: Path) -> None:
     if model not in MODELS:
         raise refuse(path, "tokenizer.ggml.model", f"one of {list(MODELS)}", repr(model))
     is_bytes = model == "gpt2"
-    if is_bytes and pre not in (*GPT2, *DIGITS, *_splits()):
-        wanted = "a way to split text that transformers knows"
+    if is_bytes and pre not in SPLITS and pre not in _splits():
+        wanted = "a known way to split text"
         raise refuse(path, "tokenizer.ggml.pre", wanted, "none" if pre is None else repr(pre))
     adds_bos = field(reader, "tokenizer.ggml.add_bos_token")
     if adds_bos is None:  # llama.cpp's default
-        adds_bos = not is_bytes or pre in WHOLE_WORDS
+        adds_bos = not is_bytes or pre in BEGUN
     tokens = [str(token) for token in entries(reader, "tokenizer.ggml.tokens")]
     require_vocabulary(path, reader, is_bytes=is_bytes)
     roles = {name: field(reader, f"tokenizer.ggml.{own}_token_id") for name, own in ROLES.items()}
@@ -177,7 +176,7 @@ def _write_templates(path: Path, reader: GGUFReader, folder: Path) -> None:
 
 
 def _splits() -> frozenset[str]:
-    """Names of pre-tokenizers that transformers knows."""
+    """Names of pre-tokenizers that transformers knows, beside those of SPLITS."""
     try:
         from transformers.integrations.gguf import gguf_tokenizer_mapping as mapping
     except ImportError:  # older versions split every text as GPT-2 does
@@ -235,11 +234,9 @@ def _place_tokens(
 
 
 def _split_by(data: JsonObject, pre: str) -> None:
-    """Add to a byte-level tokenizer what transformers leaves out: digits, whole words, NFC."""
-    if pre in DIGITS:
-        digits = {"type": "Digits", "individual_digits": True}
-        steps = [digits, data["pre_tokenizer"]]
-        data["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": steps}
+    """Add to a byte-level tokenizer what transformers leaves out: splits, whole words, NFC."""
+    if pre in SPLITS:
+        data["pre_tokenizer"] = splitter(SPLITS[pre])
     data["model"]["ignore_merges"] = pre in WHOLE_WORDS
     if pre == "qwen2":
         data["normalizer"] = {"type": "NFC"}
