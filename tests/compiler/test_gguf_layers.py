@@ -23,10 +23,11 @@ from tests.compiler.test_gguf_architectures import (
     refused,
 )
 from tests.support import gguf_files
-from tests.support.models import greedy_tokens, make_model, randomize_vectors
+from tests.support.models import EXPERTS, greedy_tokens, make_model, randomize_vectors
 
 TYPES = ["sliding_attention", "full_attention"]
 GEMMA: dict[str, Any] = {"vocab_size": 258, "sliding_window": 24, "global_head_dim": 32}
+PLAIN = {"rope_type": "default", "rope_theta": 10000.0}
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0}
 YARN |= {"original_max_position_embeddings": 64, "beta_fast": 32.0, "beta_slow": 1.0}
 
@@ -64,10 +65,28 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         | {
             "rope_parameters": {
                 TYPES[1]: YARN,
-                TYPES[0]: {"rope_type": "default", "rope_theta": 1e4},
+                TYPES[0]: PLAIN,
             }
         },
     ),
+    "exaone4": (
+        "exaone4",
+        {"num_hidden_layers": 4, "sliding_window": 24, "sliding_window_pattern": "LLLG"}
+        | {"layer_types": TYPES[:1] * 3 + TYPES[1:]},
+    ),
+    "exaone4 without windows": ("exaone4", {"sliding_window": None, "layer_types": TYPES[1:] * 2}),
+    "seed-oss": ("seed_oss", {}),
+    "hunyuan": ("hunyuan_v1_dense", {}),
+    "minimax-m2": (
+        "minimax_m2",
+        {"num_local_experts": 4, "num_experts_per_tok": 2}
+        | {"rope_parameters": PLAIN | {"partial_rotary_factor": 0.5}},
+    ),
+    "dots1": (
+        "dots1",
+        EXPERTS | {"num_key_value_heads": 4, "norm_topk_prob": True, "routed_scaling_factor": 2.5},
+    ),
+    "olmoe": ("olmoe", {"num_experts": 4, "num_experts_per_tok": 2}),
 }
 FACTORS = np.array([1.0] * 4 + [1e30] * 12)
 """A quarter of the pairs of a head turns."""
@@ -142,6 +161,26 @@ def test_layers_that_no_configuration_can_hold(
     fields: dict[str, Any], said: str, tmp_path: Path
 ) -> None:
     _, path = make("gemma4 small", tmp_path, **fields)
+    assert said in refused(path)
+
+
+SOFTMAX = {"expert_gating_func": 1}
+
+
+@pytest.mark.parametrize(
+    ("name", "fields", "said"),
+    [
+        ("minimax-m2", SOFTMAX, "expert_gating_func: expected 2, the sigmoid, got 1"),
+        ("dots1", SOFTMAX, "expert_gating_func: expected 2, the sigmoid, got 1"),
+        ("exaone4", {"attention__sliding_window_pattern": [True]}, "expected a number, or one for"),
+        ("seed-oss", {"attention__sliding_window": 24}, "attention.sliding_window: expected none"),
+    ],
+)
+def test_fields_that_no_configuration_can_hold(
+    name: str, fields: dict[str, Any], said: str, tmp_path: Path
+) -> None:
+    kind = gguf_files.ARCHITECTURES[MODELS[name][0]]
+    _, path = make(name, tmp_path, **{f"{kind}__{field}": x for field, x in fields.items()})
     assert said in refused(path)
 
 

@@ -77,6 +77,46 @@ def _olmo2(given: Metadata, said: JsonObject, width: int) -> JsonObject:
     }
 
 
+def _exaone4(given: Metadata, said: JsonObject, width: int) -> JsonObject:
+    """Layers without a window have no rotary embeddings if others have one."""
+    given.require("rope.dimension_count", width)
+    if not given.number("attention.sliding_window", 0):
+        return {"sliding_window": None, "layer_types": [FULL] * said["num_hidden_layers"]}
+    return {
+        "sliding_window": window(given, 0),
+        "layer_types": layer_types(given, said["num_hidden_layers"], 4),
+    }
+
+
+def _seed_oss(given: Metadata, said: JsonObject, width: int) -> JsonObject:
+    return _dense(given, said, width) | {
+        "attention_bias": given.has("blk.0.attn_q.bias"),
+        "attention_out_bias": given.has("blk.0.attn_output.bias"),
+        "mlp_bias": given.has("blk.0.ffn_up.bias"),
+    }
+
+
+def _minimax_m2(given: Metadata, said: JsonObject, width: int) -> JsonObject:
+    """Sigmoids make weights of experts."""
+    if given.get("expert_gating_func") not in (None, SIGMOID):
+        raise given.refuse("expert_gating_func", f"{SIGMOID}, the sigmoid")
+    own = experts(given, MIXTRAL) | {
+        "intermediate_size": given.required("expert_feed_forward_length")
+    }
+    return _partial(given, said, width) | own
+
+
+def _dots1(given: Metadata, said: JsonObject, width: int) -> JsonObject:
+    if not _has_sigmoid(given, said):
+        raise given.refuse("expert_gating_func", f"{SIGMOID}, the sigmoid")
+    return _dense(given, said, width) | _routed(given, said)
+
+
+def _olmoe(given: Metadata, said: JsonObject, width: int) -> JsonObject:
+    own = {name: given.required(of) for of, name in EXPERTS.items() if "length" not in of}
+    return _dense(given, said, width) | own | {"norm_topk_prob": False}
+
+
 def _ernie_moe(given: Metadata, said: JsonObject, width: int) -> JsonObject:
     """Experts behind dense layers, in each layer or in every second, third..."""
     return (
@@ -252,6 +292,12 @@ ARCHITECTURES: dict[str, tuple[str, Own]] = {
     "deepseek2": ("deepseek_v2", _deepseek2),
     "ernie4_5": ("ernie4_5", _dense),
     "ernie4_5-moe": ("ernie4_5_moe", _ernie_moe),
+    "exaone4": ("exaone4", _exaone4),
+    "seed_oss": ("seed_oss", _seed_oss),
+    "hunyuan-dense": ("hunyuan_v1_dense", _dense),
+    "minimax-m2": ("minimax_m2", _minimax_m2),
+    "dots1": ("dots1", _dots1),
+    "olmoe": ("olmoe", _olmoe),
     "olmo2": ("olmo2", _olmo2),
     "phi3": ("phi3", _phi3),
     "gpt-oss": ("gpt_oss", _gpt_oss),

@@ -21,7 +21,9 @@ LATENT_TENSOR = re.compile(r"blk\.\d+\.attn_(k|v)_b\.weight")
 
 ROUTERS = {
     "ffn_gate_inp.weight": re.compile(LAYER + r"\.block_sparse_moe\.router\.weight"),
-    "exp_probs_b.bias": re.compile(LAYER + r"\.mlp\.gate\.(moe_statics\.)?e_score_correction_bias"),
+    "exp_probs_b.bias": re.compile(
+        LAYER + r"\.mlp\.(gate\.(moe_statics\.)?)?e_score_correction_bias"
+    ),
     "ffn_gate_inp.scale": re.compile(LAYER + r"\.router\.scale"),
     "ffn_down_exps.scale": re.compile(LAYER + r"\.router\.per_expert_scale"),
 }
