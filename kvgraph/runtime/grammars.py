@@ -96,7 +96,7 @@ def schema_text(name: str, value: object) -> str:
     if not isinstance(value, str | Mapping):
         raise RequestError(f"{name}: expected a JSON schema, as a dict or text, got {shown(value)}")
     try:
-        text = value if isinstance(value, str) else json.dumps(dict(value), allow_nan=False)
+        text = value if isinstance(value, str) else _as_text(dict(value))
         _require_size(name, text)
         schema = json.loads(text)
     except RecursionError as error:
@@ -111,12 +111,18 @@ def schema_text(name: str, value: object) -> str:
     return text if schema else ANY_OBJECT
 
 
+_as_text = json.JSONEncoder(allow_nan=False, separators=(",", ":")).encode
+"""JSON without spaces. ValueError for NaN and infinities."""
+
+
 def require_small(name: str, value: object) -> None:
     """Raise RequestError for JSON values that are too long as text, or too deeply nested."""
     try:
-        _require_size(name, json.dumps(value))
+        _require_size(name, _as_text(value))
     except RecursionError as error:
         raise _too_deep(name) from error
+    for _ in _objects(name, value):
+        pass
 
 
 def _require_few(name: str, rules: str) -> None:
@@ -254,12 +260,12 @@ def _require_targets(name: str, schema: dict[str, object], references: list[obje
                     "which leads to itself"
                 )
             path.add(reference)
-            target = _target(schema, reference)
+            target = target_of(schema, reference)
             reference = target.get("$ref") if isinstance(target, dict) else None
         checked |= path
 
 
-def _target(schema: object, reference: str) -> object:
+def target_of(schema: object, reference: str) -> object:
     """The part of a schema at a JSON pointer with `#` in front; None if there is none."""
     start, *steps = unquote(reference).split("/")
     part: object = schema if start == "#" else None

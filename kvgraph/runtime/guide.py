@@ -52,6 +52,9 @@ NOT_TAKEN = "expected what llguidance takes"
 
 NO_TEXT = "no text is possible"
 
+COERCES = ". Enable 'coerce_one_of' option to approximate oneOf with anyOf"
+"""llguidance's advice about a `oneOf`, which a user cannot follow."""
+
 NAMES = re.compile(
     r'"(?:[^"\\]|\\.)*+"|\[(?:[^\]\\]|\\.)*+\]|\{[^}]*+\}|#[^\n]*+|([\w-]+)', re.DOTALL
 )
@@ -283,15 +286,15 @@ def set_masks(guides: Sequence[Guide]) -> None:
         guide.set_mask(mask)
 
 
-def is_taken(grammar: Grammar) -> bool:
-    """Whether llguidance takes a grammar, with a tokenizer of bytes."""
+def refusal_of(grammar: Grammar) -> RequestError | None:
+    """llguidance's refusal of a grammar, with a tokenizer of bytes; None if it takes it."""
     from llguidance import LLTokenizer
 
     try:
         _compile(LLTokenizer("byte"), grammar)
-    except RequestError:
-        return False
-    return True
+    except RequestError as error:
+        return error
+    return None
 
 
 @native_call("grammar")
@@ -357,7 +360,7 @@ def _renamed(text: str) -> str:
 
 def _reason(error: object) -> str:
     """An error of llguidance on one line, at most MOST_REASON characters."""
-    text = " ".join(str(error).split())
+    text = " ".join(str(error).split()).replace(COERCES, "; use anyOf")
     if text.startswith("NoExtensionBias"):
         return NO_TEXT
     return text[:MOST_REASON] or type(error).__name__

@@ -30,6 +30,9 @@ ASSISTANT = "assistant"
 CALLS = ("tool_calls", "function_call", "audio")
 """What an assistant's message may have in place of a text."""
 
+HINTS = {"function_call": "; `tool_calls` is its newer name", "audio": ""}
+"""Names of CALLS that are not read, each with a hint."""
+
 MARK = "<kvgraph:the-answer-goes-on-here> "
 """Mark after a message that is continued. A template that trims removes the space at its end."""
 
@@ -191,6 +194,8 @@ def _message(where: str, given: Mapping[str, Any]) -> Message:
         for at, part in enumerate(content):
             _require_text(f"{where}.content[{at}]", part)
     elif content is not None or not message.get("tool_calls"):
+        if content is None:
+            _require_none(where, message)
         instance(f"{where}.content", content, str, "text or a list of text parts")
     if message.get("tool_calls") == []:  # templates ask whether there is a list
         del message["tool_calls"]
@@ -211,6 +216,15 @@ def _read_refusals(message: Message) -> None:
         ]
     elif content is None and not any(message.get(name) for name in CALLS):
         message["content"] = message.get("refusal", "")
+
+
+def _require_none(where: str, message: Message) -> None:
+    """Raise RequestError for what a message without a text has in its place, if it is not read."""
+    for name, hint in HINTS.items():
+        if given := message.get(name):
+            raise RequestError(
+                f"{where}.{name}: expected text or tool_calls instead, got {shown(given)}{hint}"
+            )
 
 
 def _with_reasoning(message: Message) -> Message:

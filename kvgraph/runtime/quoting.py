@@ -4,9 +4,6 @@ llguidance matches strings in their JSON form. It writes a class of characters t
 characters as one that has `\"` and `\\` too, so `[^"]` takes a quote. So classes lose NUL here,
 which no text needs. An open key may spell a named one, as `"\u0067"` for `"g"`, so such schemas
 have no `\u` in strings.
-
-"additionalItems" has a meaning only with a list of "items". llguidance drops "prefixItems" for
-it, so such a key is taken out here, as is "uniqueItems": false, which llguidance refuses.
 """
 
 from __future__ import annotations
@@ -16,6 +13,7 @@ import re
 
 from kvgraph.contract.plain import JsonObject
 from kvgraph.runtime.grammars import NAMED, PLAIN
+from kvgraph.runtime.schemas import read_schema
 
 OPTIONS: JsonObject = {"whitespace_flexible": False}
 """llguidance's options for every schema."""
@@ -41,8 +39,9 @@ SPACED = re.compile(r"\(\?[a-zA-Z-]*x")
 
 
 def as_quoted(text: str) -> tuple[str, JsonObject]:
-    """Return the schema `text` as llguidance reads it right, and its options."""
-    schema = json.loads(text)
+    """Return the schema `text` as llguidance reads it right, and its options. ValueError as from
+    `read_schema`."""
+    schema = read_schema(json.loads(text))
     options = OPTIONS
     if _has_open_names(schema) and not NAMES_CONTROLS.search(text):
         options = OPTIONS | {"json_allowed_escapes": SHORT_ESCAPES}
@@ -83,16 +82,9 @@ def _quoted(part: object, is_by_name: bool = False) -> object:
             made[key] = without_nul(value)
         elif key == "patternProperties" and isinstance(value, dict):
             made[key] = {without_nul(name): _quoted(each) for name, each in value.items()}
-        elif not _is_void(key, part):
+        else:
             made[key] = value if key in PLAIN else _quoted(value, key in NAMED)
     return made
-
-
-def _is_void(key: str, part: JsonObject) -> bool:
-    """Whether a key of a schema has no meaning in it."""
-    if key == "additionalItems":
-        return not isinstance(part.get("items"), list)
-    return key == "uniqueItems" and part[key] is False
 
 
 def _has_open_names(part: object) -> bool:

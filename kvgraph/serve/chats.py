@@ -78,13 +78,12 @@ async def chat_job(service: Service, given: ChatRequest) -> Job:
 
 def _shape(given: ChatRequest, tools: Tools) -> Shape | None:
     """The grammar of the output. A forced call has no response format, which is for text only."""
-    asked, field = given.schema(), given.format_field
     if tools.forces_call:
-        return Shape("tools", tools.schema())
+        return Shape("tools", tools.schema(), parts=tools.parts)
+    asked, field = given.schema_as_read(), given.format_field
     if asked is None or not tools:
         return None if asked is None else Shape(field, asked)
-    parts = ((field, asked), ("tools", tools.schema()))
-    return Shape(field, tools.schema(asked), parts=parts)
+    return Shape(field, tools.schema(asked), parts=((field, asked), *tools.parts))
 
 
 async def _rendered(

@@ -53,7 +53,7 @@ async def completion_job(service: Service, given: CompletionRequest) -> Job:
     wanted = DEFAULT_MAX_TOKENS if given.max_tokens is None else max(1, given.max_tokens)
     fits = None if given.max_tokens is None else wanted
     prompts = await _tokenized(served, given.prompts, fits, drops_output)
-    schema = given.schema()
+    schema = given.schema_as_read()
     params = sampling_of(
         given,
         served.facts.vocab_size,

@@ -268,10 +268,11 @@ async def _refusal(error: Exception, params: SamplingParams) -> ServeError:
     """The ServeError for `error`. All params of a request have the same shape."""
     if not isinstance(params, ShapedParams):
         return refusal(error)
-    part = None
+    found = None
     if params.parts and NOT_TAKEN in str(error):
-        part = await asyncio.to_thread(refused_part, params.parts)
-    return refusal(error, part or params.origin)
+        found = await asyncio.to_thread(refused_part, params.parts)
+    place, reason = found or (params.origin, error)
+    return refusal(reason, place)
 
 
 def salt_of(text: str | None) -> bytes:

@@ -12,7 +12,7 @@ from msgspec import Meta, Struct
 
 from kvgraph.contract.plain import JsonObject
 from kvgraph.serve.errors import ServeError, brief
-from kvgraph.serve.protocol import ChatRequest, Count, Ignored, Sampled
+from kvgraph.serve.protocol import NOT_KEPT, ChatRequest, Count, Ignored, Sampled
 from kvgraph.serve.shapes import refused
 
 LOGPROBS = "message.output_text.logprobs"
@@ -129,7 +129,8 @@ class Chat:
         self._origins.append(origin)
 
     def _read(self, origin: str, item: JsonObject) -> None:
-        kind = item.get("type") or "message"
+        names_one = "id" in item and not {"role", "content"} & item.keys()
+        kind = item.get("type") or ("item_reference" if names_one else "message")
         if kind == "message":
             role = item.get("role")
             if role not in ROLES:
@@ -142,7 +143,8 @@ class Chat:
             self._add(origin, "tool", content, tool_call_id=_text(origin, item, "call_id"))
         elif kind != "reasoning":  # dropped: it is specific to the model that wrote it
             expected = "message, function_call, function_call_output or reasoning"
-            raise refused(f"{origin}.type", expected, brief(kind))
+            hint = NOT_KEPT if kind == "item_reference" else ""
+            raise refused(f"{origin}.type", expected, brief(kind) + hint)
 
     def _add_call(self, origin: str, item: JsonObject) -> None:
         """Add a call to the assistant message before it, as chats require."""

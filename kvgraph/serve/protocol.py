@@ -16,7 +16,7 @@ from kvgraph.contract.plain import JsonObject
 from kvgraph.runtime.arguments import MOST_BIASES
 from kvgraph.runtime.sampling_params import MOST_STOP_IDS, MOST_STOPS
 from kvgraph.serve.errors import ServeError, brief
-from kvgraph.serve.shapes import StructuredOutputs, refused, schema_of_format
+from kvgraph.serve.shapes import StructuredOutputs, refused, schema_as_read, schema_of_format
 
 Ignored: TypeAlias = object
 Count = Annotated[int, Meta(ge=0, lt=2**31)]
@@ -125,6 +125,15 @@ class Formatted(Sampled, forbid_unknown_fields=True, kw_only=True):
         """The schema of `response_format`; ServeError for an unsupported format."""
         given = self.response_format
         return None if given is None else schema_of_format(self.format_field, given)
+
+    def schema_as_read(self) -> JsonObject | None:
+        """The schema of `response_format` as it is read; ServeError as in `schema`, and if it is
+        too large."""
+        if (asked := self.schema()) is None:
+            return None
+        named = (self.response_format or {}).get("json_schema")
+        is_strict = named.get("strict") if isinstance(named, dict) else None
+        return schema_as_read(self.format_field, asked, is_strict)
 
 
 class CompletionRequest(Formatted, forbid_unknown_fields=True, kw_only=True):
@@ -243,7 +252,7 @@ class DetokenizeRequest(Struct, forbid_unknown_fields=True):
 
 Body = TypeVar("Body")
 
-NOT_KEPT = "; no response is kept, so send its items in `input`"
+NOT_KEPT = "; no response is kept: send its items in `input` (set `store` to false in the client)"
 
 HINTS = {
     "functions": "; `tools` is its newer name",

@@ -100,7 +100,7 @@ def refusal(error: Exception, origin: str = "") -> ServeError:
     kind, found, rest = message.partition(":")
     if origin and kind in KINDS:
         message = f"{origin}{found}{rest}"
-    head = re.split("[:,]", message, maxsplit=1)[0]
+    head = re.split("[:,]| ['\"]", message, maxsplit=1)[0]
     known = head.partition("[")[0] in REQUEST_FIELDS
     return ServeError(400, message, param=head if known else None)
 

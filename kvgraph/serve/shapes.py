@@ -11,18 +11,19 @@ from msgspec import Struct
 from kvgraph.contract.plain import JsonObject
 from kvgraph.errors import RequestError
 from kvgraph.runtime.grammars import MOST_BYTES, Grammar, require_small, schema_text
-from kvgraph.runtime.guide import is_taken
+from kvgraph.runtime.guide import refusal_of
+from kvgraph.runtime.schemas import read_schema, without_annotations
 from kvgraph.serve.errors import ServeError, brief
 
 Parts: TypeAlias = tuple[tuple[str, str], ...]
-"""Fields of a request, each with its JSON schema, that are joined into one schema."""
+"""Places in a request, each with its JSON schema, that are joined into one schema."""
 
 
 class Shape(NamedTuple):
     """The grammar of a text, and the field of the request that gives it.
 
     `kind`: the field of SamplingParams for `value`. `parts`: if `value` joins the schemas of
-    several fields, these fields and schemas.
+    several places, such as `tools[2] 'name'`, these places and schemas.
     """
 
     field: str
@@ -33,11 +34,12 @@ class Shape(NamedTuple):
     @property
     def origin(self) -> str:
         """Name of the field, or fields, for errors about the value."""
-        return ", ".join([field for field, _ in self.parts]) or self.field
+        fields = dict.fromkeys(place.partition("[")[0] for place, _ in self.parts)
+        return ", ".join(fields) or self.field
 
     def checked_parts(self) -> Parts:
-        """The parts' schemas as text. RequestError names the field of a bad schema."""
-        return tuple([(field, schema_text(field, schema)) for field, schema in self.parts])
+        """The parts' schemas as text. RequestError names the place of a bad schema."""
+        return tuple([(place, schema_text(place, schema)) for place, schema in self.parts])
 
 
 class StructuredOutputs(Struct, forbid_unknown_fields=True, kw_only=True):
@@ -81,12 +83,23 @@ SPECIAL = re.compile(r"[\\.+*?()|\[\]{}^$#&~-]")
 """Characters with a meaning in regular expressions of Rust's syntax."""
 
 
-def refused_part(parts: Parts) -> str | None:
-    """The field whose schema llguidance rejects; None if it rejects only the joined schema."""
-    for field, schema in parts:
-        if not is_taken(Grammar("guided_json", schema)):
-            return field
+def refused_part(parts: Parts) -> tuple[str, RequestError] | None:
+    """The place whose schema llguidance rejects, and why; None if it rejects only all together."""
+    for place, schema in parts:
+        if error := refusal_of(Grammar("guided_json", schema)):
+            return place, error
     return None
+
+
+def schema_as_read(place: str, schema: JsonObject, is_strict: object) -> JsonObject:
+    """The schema of a tool or a `response_format`, without annotations. Unless `is_strict` is True
+    it is read leniently, as OpenAI's API reads it. ServeError if it exceeds a grammar's limits."""
+    plain = without_annotations(schema)
+    require_small_schemas(place, plain)
+    try:
+        return read_schema(plain, is_exact=is_strict is True)
+    except ValueError as error:
+        raise refused(place, "a schema within the limits", str(error)) from error
 
 
 def schema_of_format(field: str, given: JsonObject) -> JsonObject | None:
@@ -116,13 +129,18 @@ FORMATS = {
 """Types of a `response_format`, each with its fields."""
 
 
-def require_small_schemas(field: str, schemas: Sequence[JsonObject]) -> None:
+def require_small_schemas(place: str, schemas: JsonObject | Sequence[JsonObject]) -> None:
     """Raise ServeError if the schemas exceed a grammar's limits; call it before other checks."""
     try:
-        require_small(field, schemas)
+        require_small(place, schemas)
     except RequestError as error:
-        raise ServeError(400, str(error), param=field) from error
+        raise ServeError(400, str(error), param=field_of(place)) from error
 
 
-def refused(param: str, expected: str, got: str) -> ServeError:
-    return ServeError(400, f"{param}: expected {expected}, got {got}", param=param)
+def refused(place: str, expected: str, got: str) -> ServeError:
+    return ServeError(400, f"{place}: expected {expected}, got {got}", param=field_of(place))
+
+
+def field_of(place: str) -> str:
+    """The field of a place: `tools[2]` for `tools[2] 'name'`."""
+    return place.partition(" ")[0]

@@ -13,13 +13,14 @@ import json
 import secrets
 import string
 from collections.abc import Iterator
+from functools import cached_property
 from urllib.parse import urljoin
 
 from kvgraph.contract.plain import JsonObject
 from kvgraph.runtime.grammars import PLAIN
 from kvgraph.serve.errors import brief
 from kvgraph.serve.protocol import ChatRequest
-from kvgraph.serve.shapes import refused, require_small_schemas
+from kvgraph.serve.shapes import refused, require_small_schemas, schema_as_read
 
 MOST_TOOLS = 128
 
@@ -41,20 +42,24 @@ class Tools:
 
     def __init__(self, given: ChatRequest) -> None:
         self._schemas: dict[str, JsonObject] = {}
+        self._places: dict[str, tuple[str, bool]] = {}
+        """The place of each function in the request, and whether it is strict."""
         self._format_field = given.format_field
         choice = given.tool_choice
-        for tool in [] if choice == "none" else given.tools or []:
+        for at, tool in enumerate([] if choice == "none" else given.tools or []):
             name, schema = _function(tool)
             if name in self._schemas:
                 raise refused("tools", "functions of different names", f"{name!r} twice")
             self._schemas[name] = schema
+            is_strict = tool["function"].get("strict") is True
+            self._places[name] = f"tools[{at}] {brief(name)}", is_strict
         if len(self._schemas) > MOST_TOOLS:
             raise refused("tools", f"at most {MOST_TOOLS} functions", str(len(self._schemas)))
         if isinstance(choice, dict) and choice.get("type") == "allowed_tools":
             choice = self._allow(choice)
         self._forced = self._forced_by(choice)
         self._is_named = isinstance(choice, dict)
-        self._shares = not self._forced and given.schema() is not None
+        self._shares = given.schema() is not None and not self._forced
         """Whether the text is guided to be either a call or a `response_format`'s text."""
         self._begun = [
             f"{CALL}{json.dumps(name, ensure_ascii=False)}{REST}"
@@ -102,26 +107,33 @@ class Tools:
     def forces_call(self) -> bool:
         return bool(self._forced)
 
+    @cached_property
+    def parts(self) -> tuple[tuple[str, JsonObject], ...]:
+        """The functions that may be called: the place of each, and its schema as it is read.
+        ServeError for a schema that is too large."""
+        made = list[tuple[str, JsonObject]]()
+        for name in self._forced or self._schemas:
+            place, is_strict = self._places[name]
+            schema = _of_newest(self._schemas[name])
+            made.append((place, schema_as_read(place, schema, is_strict)))
+        return tuple(made)
+
     def schema(self, asked: JsonObject | None = None) -> JsonObject:
         """The schema of a call, or of either a call or a text that fits `asked`."""
         called = self._forced or list(self._schemas)
-        require_small_schemas("tools", [self._schemas[name] for name in called])
-        if asked is not None:
-            require_small_schemas(self._format_field, [asked])
-        own = {str(i): _resource("tools", self._schemas[name], i) for i, name in enumerate(called)}
+        require_small_schemas("tools", [schema for _, schema in self.parts])
+        own = [_resource(*part, at) for at, part in enumerate(self.parts)]
         texts: list[JsonObject] = []
-        for number, name in zip(own, called, strict=True):
-            fields = {"name": {"const": name}, "arguments": {"$ref": f"#/$defs/{number}"}}
+        for arguments, name in zip(own, called, strict=True):
+            fields = {"name": {"const": name}, "arguments": arguments}
             required = {"required": ["name", "arguments"], "additionalProperties": False}
             texts.append({"type": "object", "properties": fields, **required})
-        named = [("tools", schema) for schema in own.values()]
+        named = [("tools", schema) for schema in own]
         if asked is not None:
-            number = str(len(own))
-            own[number] = _resource(self._format_field, asked, len(own))
-            named.append((self._format_field, own[number]))
-            texts.append({"$ref": f"#/$defs/{number}"})
+            texts.append(_resource(self._format_field, asked, len(own)))
+            named.append((self._format_field, texts[-1]))
         _require_own_names(named)
-        return {**(texts[0] if len(texts) == 1 else {"anyOf": texts}), "$defs": own}
+        return texts[0] if len(texts) == 1 else {"anyOf": texts}
 
     def read(self, text: str, reason: str | None) -> tuple[JsonObject | None, str | None]:
         """The call in a whole text, if any, and the finish reason for the client.
@@ -201,13 +213,15 @@ def _function(tool: JsonObject) -> tuple[str, JsonObject]:
     return name, {**schema, "type": "object"}
 
 
-def _resource(field: str, schema: JsonObject, number: int) -> JsonObject:
-    """A schema that can be embedded in another one: its `$id` makes its references relative to it.
+def _of_newest(schema: JsonObject) -> JsonObject:
+    """A schema without `$schema`: every version is read as the newest."""
+    return {key: value for key, value in schema.items() if key != "$schema"}
 
-    `$schema` is removed: every version is read as the newest.
-    """
-    rest = {key: value for key, value in schema.items() if key != "$schema"}
-    return rest | {"$id": _resolved(field, f"https://kvgraph.invalid/{number}/", schema.get("$id"))}
+
+def _resource(place: str, schema: JsonObject, number: int) -> JsonObject:
+    """A schema that can be part of another one: its references are relative to its `$id`."""
+    own = _resolved(place, f"https://kvgraph.invalid/{number}/", schema.get("$id"))
+    return _of_newest(schema) | {"$id": own}
 
 
 def _require_own_names(schemas: list[tuple[str, JsonObject]]) -> None:

@@ -178,7 +178,15 @@ def test_what_an_assistant_refused(
     [
         ({"role": "user"}, "messages[0].content: expected text or a list of text parts"),
         ({"role": "user", "content": [{"type": "refusal", "refusal": "a"}]}, "expected 'text'"),
-        ({"role": "assistant", "function_call": {"name": "f"}}, "messages[0].content: expected"),
+        (
+            {"role": "assistant", "content": None, "function_call": {"name": "f"}},
+            "messages[0].function_call: expected text or tool_calls instead, got dict {'name': 'f'}"
+            "; `tool_calls` is its newer name",
+        ),
+        (
+            {"role": "assistant", "audio": {"id": "a"}},
+            "messages[0].audio: expected text or tool_calls instead, got dict {'id': 'a'}",
+        ),
         (
             {"role": "assistant", "content": [{"type": "refusal"}]},
             "expected 'text', got str 'refusal'",

@@ -240,7 +240,12 @@ CALL = {"type": "function_call", "name": "a", "arguments": "{", "call_id": "c"}
             "input[0].content[0].text",
             "expected text, got None",
         ),
-        ({"input": [{"type": "item_reference"}]}, "input[0].type", "got 'item_reference'"),
+        (
+            {"input": [USER, {"type": "item_reference", "id": "msg_1"}]},
+            "input[1].type",
+            "got 'item_reference'; no response is kept: send its items in `input` (set `store` to",
+        ),
+        ({"input": [{"id": "msg_1"}]}, "input[0].type", "got 'item_reference'; no response"),
         ({"input": [USER, CALL | {"arguments": {}}]}, "input[1].arguments", "expected text"),
         ({"input": [CALL | {"call_id": 1}]}, "input[0].call_id", "expected text, got 1"),
         ({"previous_response_id": "resp_1"}, "previous_response_id", "no response is kept"),

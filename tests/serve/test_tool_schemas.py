@@ -80,12 +80,97 @@ def test_references_hold_as_in_a_schema_of_its_own(server: Server, name: str) ->
 
 @pytest.mark.parametrize("reference", ["#/a", "#a", "other", "https://example.org/t", "# a"])
 def test_a_reference_to_nothing_is_refused_by_name(server: Server, reference: str) -> None:
-    body = {"messages": MESSAGES, "tools": [taking({"$ref": reference})]}
-    answer = server.post(PATH, body | {"tool_choice": "required"})
+    tools = [taking(DIGIT), taking({"$ref": reference}, "g: ,")]
+    answer = server.post(PATH, {"messages": MESSAGES, "tools": tools, "tool_choice": "required"})
     sentence = refusal(answer, 400)
-    assert sentence.startswith("tools: expected what llguidance takes, got one that it refuses (")
+    place = "tools[1] 'g: ,'"
+    assert sentence.startswith(f"{place}: expected what llguidance takes, got one that it refuses ")
     assert reference.strip("#") in sentence
-    assert answer.json()["error"]["param"] == "tools"
+    assert "$defs/" not in sentence
+    assert answer.json()["error"]["param"] == "tools[1]"
+
+
+def test_a_refused_function_is_named(server: Server) -> None:
+    """With its place in the request, where others are not allowed."""
+    cases: list[tuple[dict[str, Any], str]] = [
+        ({"const": 2**60}, "expected numbers of at most 2**53 in"),
+        ({"type": "strin"}, "expected what llguidance takes, got one that it refuses (Invalid"),
+    ]
+    choice = {"mode": "required", "tools": [taking({}, "bad")]}
+    chosen = {"type": "allowed_tools", "allowed_tools": choice}
+    asked = {"response_format": {"type": "json_object"}}
+    for more in ({"tool_choice": "required"}, {"tool_choice": chosen}, asked):
+        for schema, sentence in cases:
+            first = taking({"$schema": "https://example.org/none", **DIGIT})
+            tools = [first, taking(NUMBER, "g"), taking(schema, "bad")]
+            answer = server.post(PATH, {"messages": MESSAGES, "tools": tools, **more})
+            assert refusal(answer, 400).startswith(f"tools[2] 'bad': {sentence}")
+            assert answer.json()["error"]["param"] == "tools[2]"
+
+
+TAG = {"type": "string", "const": "cat", "default": "cat"}
+CAT = {"type": "object", "properties": {"kind": TAG}, "additionalProperties": False}
+DOG = {**CAT, "properties": {"kind": {"const": "dog"}}}
+LENIENT = {
+    "unique": ({"type": "array", "items": {"enum": [1]}, "uniqueItems": True, "maxItems": 2}, 0),
+    "pattern": ({"type": "string", "pattern": r"^(?=.*\d)a$", "enum": ["a"]}, 0),
+    "names": (
+        {"type": "object", "propertyNames": {"pattern": "a"}, "additionalProperties": {"enum": [1]}}
+        | {"maxProperties": 1},
+        0,
+    ),
+    "union": ({"oneOf": [{"enum": [1, 2]}, {"enum": [2, 3]}]}, 0),
+    "format": ({"type": "string", "format": "uuid4", "enum": ["a"]}, 1),
+    "all names": ({"type": "object", "propertyNames": {"type": "string"}, "maxProperties": 0}, 1),
+    "tag": ({"oneOf": [CAT, DOG]}, 1),
+}
+"""Schemas that a lenient reading takes, and whether an exact one takes them too."""
+
+
+@pytest.mark.parametrize("name", LENIENT)
+@pytest.mark.parametrize("strict", [None, False, True])
+@pytest.mark.parametrize("form", ["tools", "chat", "completion", "responses"])
+def test_a_schema_is_read_leniently_unless_it_is_strict(
+    server: Server, name: str, strict: bool | None, form: str
+) -> None:
+    schema, is_exact = LENIENT[name]
+    tool = taking(schema)
+    tool["function"]["strict"] = strict
+    parameters = tool["function"]["parameters"]
+    named = {"name": "f", "strict": strict, "schema": parameters}
+    asked = {"response_format": {"type": "json_schema", "json_schema": named}, "max_tokens": 60}
+    path, body = {
+        "tools": (PATH, {"messages": MESSAGES, "tools": [tool], "tool_choice": "required"}),
+        "chat": (PATH, {"messages": MESSAGES, **asked}),
+        "completion": ("/v1/completions", {"prompt": "Hi", **asked}),
+        "responses": (
+            "/v1/responses",
+            {"input": "Hi", "text": {"format": {"type": "json_schema", **named}}},
+        ),
+    }[form]
+    answer = server.post(path, body | {"seed": 1, "temperature": 0.5})
+    if strict and not is_exact:
+        assert "expected what llguidance takes, got one that it refuses (" in refusal(answer, 400)
+    else:
+        assert answer.status_code == 200, answer.text
+
+
+def test_a_schema_of_an_extension_is_exact(server: Server) -> None:
+    schema, _ = LENIENT["unique"]
+    for more in ({"guided_json": schema}, {"structured_outputs": {"json": schema}}):
+        answer = server.post("/v1/completions", {"prompt": "Hi", "max_tokens": 4, **more})
+        assert 'got one that it refuses (Unimplemented keys: ["uniqueItems"])' in refusal(
+            answer, 400
+        )
+
+
+def test_annotations_do_not_count(server: Server) -> None:
+    notes = {"description": "d" * 1000, "title": "T", "examples": ["e" * 1000], "default": "d"}
+    tools = [taking({**DIGIT, **notes}, f"f{i}") for i in range(100)]
+    for tool in tools:
+        tool["function"]["parameters"] |= {"$schema": "http://json-schema.org/schema#", **notes}
+    given = ChatRequest(messages=MESSAGES, tools=tools, tool_choice="required")
+    assert len(json.dumps(Tools(given).schema())) < 30_000
 
 
 def test_functions_have_definitions_of_their_own(server: Server) -> None:
@@ -102,7 +187,7 @@ def test_functions_have_definitions_of_their_own(server: Server) -> None:
 def test_a_name_that_is_none_is_refused(server: Server, name: str) -> None:
     body = {"messages": MESSAGES, "tools": [taking({"$id": name, **DIGIT})]}
     sentence = refusal(server.post(PATH, body | {"tool_choice": "required"}), 400)
-    assert sentence.startswith("tools: expected ")
+    assert sentence.startswith("tools[0] 'f': expected ")
     assert name in sentence
 
 
@@ -171,7 +256,7 @@ def test_a_function_without_parameters_takes_none(server: Server, more: dict[str
     schema = Tools(given).schema()
     assert schema is not None
     none = {"type": "object", "properties": {}, "additionalProperties": False}
-    assert none.items() <= schema["$defs"]["0"].items()
+    assert none.items() <= schema["properties"]["arguments"].items()
     for seed in range(3):
         (answer,) = answered(server.post(PATH, body | {"seed": seed}))["choices"]
         (call,) = answer["message"]["tool_calls"]
@@ -201,5 +286,5 @@ def test_what_nests_deeply_is_refused(server: Server, levels: int, choice: str) 
         assert answer.status_code == 400 or (is_shown and answer.status_code == 200), answer.text
         if field == fields[0] and choice == "required" and levels <= 900:
             error = answer.json()["error"]
-            assert error["message"] == "tools: expected at most 64 levels, got more"
-            assert error["param"] == "tools"
+            assert error["message"] == "tools[0] 'f': expected at most 64 levels, got more"
+            assert error["param"] == "tools[0]"
