@@ -1,4 +1,4 @@
-"""GGUF files: experts of gpt-oss as they are stored."""
+"""GGUF files: experts as they are stored."""
 
 from __future__ import annotations
 
@@ -16,8 +16,10 @@ from kvgraph.compiler.frontends import huggingface
 from kvgraph.compiler.frontends.gguf import as_folder
 from kvgraph.compiler.values import Values
 from kvgraph.errors import ModelError
-from kvgraph.ops.packed import E2M1, LEVELS, Form, powers
+from kvgraph.ops.packed import E2M1, INT8, LEVELS, Form, powers
+from tests.compiler import test_gguf_layers
 from tests.compiler.test_gguf_architectures import make, refused
+from tests.compiler.test_stored_weights import arrays_of, meant
 from tests.support.plans import plan
 
 
@@ -42,6 +44,28 @@ def test_experts_of_gpt_oss_as_they_are_stored(tmp_path: Path) -> None:
     small = [each for each in graph.initializer if each.data_location != external]
     made += sum(onnx.numpy_helper.to_array(each).nbytes for each in small)
     assert planned.weights == pytest.approx(made, rel=0.03)
+
+
+@pytest.mark.parametrize("architecture", ["olmoe", "minimax-m2"])
+@pytest.mark.parametrize(
+    ("kind", "form"),
+    [("Q8_0", Form(8, 32, INT8)), ("Q4_0", Form(4, 32)), ("MXFP4", Form(4, 32, E2M1))],
+)
+def test_experts_of_other_models(kind: str, form: Form, architecture: str, tmp_path: Path) -> None:
+    """Gate above up, whatever linear layers have."""
+    _, path = test_gguf_layers.make(architecture, tmp_path, kind="Q8_0", experts=kind)
+    with as_folder(path) as folder:
+        stacked = [v for v in checkpoint(folder).values() if len(v.shape) == 3]
+        assert len(stacked) == 4
+        for each in stacked:
+            assert each.form == form
+            assert torch.equal(meant(each.open_coded()(1, 3), form), each.read()[1:3])
+    manifest = kvgraph.compile(path, tmp_path / "a.kvg", page_size=16)
+    assert manifest.weights == "stored"
+    assert not any("rounded" in note for note in manifest.notes)
+    planned = plan(path, target="cpu", memory=1 << 30, max_seq_len=None)
+    made = sum(array.nbytes for array in arrays_of(tmp_path / "a.kvg").values())
+    assert planned.weights == pytest.approx(made, rel=0.02)
 
 
 @pytest.mark.parametrize("part", ["gate", "up"])
@@ -69,7 +93,7 @@ def test_a_damaged_exponent(tmp_path: Path) -> None:
     with path.open("r+b") as file:
         file.seek(at - 1)
         file.write(b"\xff")
-    with pytest.raises(ModelError, match=r"down_exps.weight\[0\]: expected a finite scale, got ex"):
+    with pytest.raises(ModelError, match=r"down_exps.weight\[0\]: block 0: expected a finite s"):
         first()
 
 

@@ -75,10 +75,10 @@ def _write(path: Path, folder: Path) -> None:
     config = configuration(path, reader, kind)
     matrices = {tensor.name: tensor for tensor in reader.tensors if len(tensor.shape) > 1}
     heads = [matrices[name] for name in HEADS if name in matrices]
-    quantized = {"quant_method": "gguf", "file": str(path), **_stored(list(matrices.values()))}
-    quantized["head"] = _stored(heads[:1])
-    if kind == "gpt-oss":
-        quantized["experts"] = _stored([each for each in matrices.values() if len(each.shape) > 2])
+    linears = [each for each in matrices.values() if len(each.shape) == 2]
+    experts = [each for each in matrices.values() if len(each.shape) > 2]
+    quantized = {"quant_method": "gguf", "file": str(path), **_stored(linears)}
+    quantized |= {"head": _stored(heads[:1]), "experts": _stored(experts)}
     (folder / CONFIG).write_text(json.dumps(config | {"quantization_config": quantized}))
     if given := generation(reader):
         (folder / GENERATION).write_text(json.dumps(given))

@@ -11,8 +11,12 @@ from dataclasses import dataclass
 from kvgraph.compiler.frontends.folder import Config, block_of, quantization
 from kvgraph.ops.packed import E2M1, E4M3, GROUP, INT8, MXFP4_GROUP, NVFP4, NVFP4_GROUP, Form
 
-GGUF_BLOCKS = {"Q4_0": Form(4, 32), "Q8_0": Form(8, 32, INT8)}
-"""Forms of GGUF block types that can be kept; a block is a float16 scale and 32 numbers."""
+GGUF_BLOCKS = {
+    "Q4_0": Form(4, 32),
+    "Q8_0": Form(8, 32, INT8),
+    "MXFP4": Form(4, MXFP4_GROUP, E2M1),
+}
+"""Types of GGUF blocks that can be kept -> form."""
 
 ROW = 1 << 30
 """Group size that means a whole row."""
@@ -56,10 +60,8 @@ def stored_forms(config: Config) -> StoredForms:
         return StoredForms(form, form)
     if given.get("quant_method") == "gguf":
         head = given.get("head") or {}
-        own = (given.get("experts") or {}).get("blocks")  # of gpt-oss
-        rounded = Form(given["bits"] or PLAIN.bits)
-        experts = Form(4, MXFP4_GROUP, E2M1) if own == "MXFP4" else rounded
-        return StoredForms(_of_blocks(given), experts, _of_blocks(head))
+        experts = given.get("experts") or {}
+        return StoredForms(*(_of_blocks(each) for each in (given, experts, head)))
     if str(given.get("quant_method")).startswith("modelopt"):
         forms = [_of_modelopt(one) for one in _each_of_modelopt(given)]
         widest = max(forms, key=lambda form: form.bits, default=PLAIN)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,16 +20,16 @@ from kvgraph.compiler.frontends.folder import Config
 from kvgraph.compiler.frontends.gguf_file import nearest_bits, open_file, refuse
 from kvgraph.compiler.frontends.gguf_rope import is_rotary
 from kvgraph.compiler.frontends.stored_forms import GGUF_BLOCKS
+from kvgraph.compiler.quantized.gguf_blocks import Experts, Matrix, are_stored_experts
 from kvgraph.compiler.quantized.gguf_processors import (
     Parsed,
     Processor,
     processor_of,
     with_halves,
 )
-from kvgraph.compiler.values import PLAIN_BITS, Coded, CodedRows, Converted, Values
+from kvgraph.compiler.values import PLAIN_BITS, Converted, Values
 from kvgraph.contract.dims import Array
 from kvgraph.errors import ModelError
-from kvgraph.ops.packed import E2M1, MXFP4_GROUP, Form
 from kvgraph.signal_handlers import reraise_if_signalled
 
 if TYPE_CHECKING:
@@ -41,9 +41,6 @@ KEYS_AND_VALUES = re.compile(LAYER.pattern + r"attn_(k|v|k_norm)\.weight")
 
 PREDICTING = ("glm4_moe", "deepseek_v3")
 """Types of models whose files may have layers that predict more tokens."""
-
-NO_EXPONENT = 255
-"""The exponent of MXFP4 that is a NaN."""
 
 
 def weights(model: PreTrainedModel, config: Config) -> tuple[dict[str, Values], str]:
@@ -96,17 +93,18 @@ def _values(
     tensors: list[ReaderTensor],
     processor: Processor,
     shape: tuple[int, ...],
-    has_transposed_experts: bool,
+    are_transposed: bool,
 ) -> Values:
+    """`are_transposed`: experts have the layout of gpt-oss."""
     _require_count(path, tensors, shape)
     compute = partial(_decode, path, name, tensors, processor, shape)
     where, bits = f"{path}: {tensors[0].name}", nearest_bits(tensors) or PLAIN_BITS
     if len(tensors) == 1 and len(shape) == 2 and tensors[0].tensor_type.name in GGUF_BLOCKS:
         order = _order_of_rows(name, tensors[0], processor, shape[0])
         if order is not None and tensors[0].data.shape[0] == shape[0]:
-            return Blocks(where, shape, compute, bits, tensors[0], order)
-    if has_transposed_experts and len(shape) == 3 and _are_mxfp4(tensors, shape):
-        return Experts(where, shape, compute, tensors)
+            return Matrix(where, shape, compute, bits, tensors[0], order)
+    if len(shape) == 3 and are_stored_experts(tensors, shape, are_transposed=are_transposed):
+        return Experts(where, shape, compute, bits, tensors, are_transposed=are_transposed)
     return Converted(where, shape, torch.float32, compute, bits)
 
 
@@ -118,111 +116,6 @@ def _require_count(path: Path, tensors: Sequence[ReaderTensor], shape: tuple[int
     got = " and ".join(str([int(size) for size in tensor.shape[::-1]]) for tensor in tensors)
     raise ModelError(
         f"{path}: {tensors[0].name}: expected {list(shape)} from its configuration, got {got}"
-    )
-
-
-class Blocks(Converted):
-    """A matrix `[N, K]` in blocks that a kernel supports as stored.
-
-    `order`: index in the tensor of each row of the matrix.
-    """
-
-    def __init__(
-        self,
-        where: str,
-        shape: Sequence[int],
-        compute: Callable[[], torch.Tensor],
-        bits: int,
-        tensor: ReaderTensor,
-        order: Array,
-    ) -> None:
-        super().__init__(where, shape, torch.float32, compute, bits)
-        self._tensor, self._order = tensor, order
-
-    @property
-    def form(self) -> Form:
-        return GGUF_BLOCKS[self._tensor.tensor_type.name]
-
-    def open_coded(self) -> CodedRows:
-        """A function that reads stored rows.
-
-        A block is a float16 scale and 32 int8, or 16 bytes with 4-bit numbers plus 8: the first 16
-        numbers are in the low bits, the last 16 in the high bits.
-        """
-
-        form = self.form
-
-        def rows(start: int, stop: int) -> Coded:
-            data = np.asarray(self._tensor.data[self._order[start:stop]])
-            blocks = data.reshape(len(data), self.shape[1] // form.group, -1)
-            scales = np.ascontiguousarray(blocks[..., :2]).view("<f2")[..., 0].astype(np.float32)
-            if not np.isfinite(scales).all():
-                row, block = (int(each) for each in np.argwhere(~np.isfinite(scales))[0])
-                raise ModelError(
-                    f"{self.where}[{start + row}]: block {block}: expected a finite scale, got "
-                    f"{scales[row, block]:g}"
-                )
-            numbers = blocks[..., 2:]
-            if form.bits == 8:
-                numbers = np.ascontiguousarray(numbers).view(np.int8)
-            else:
-                numbers = np.concatenate([numbers & 15, numbers >> 4], -1) ^ 8
-            found = torch.from_numpy(numbers.reshape(len(data), -1))
-            return Coded(found, torch.from_numpy(scales))
-
-        return rows
-
-
-class Experts(Converted):
-    """Experts of gpt-oss `[E, K, N]` in MXFP4, from a tensor `[E, N, K]`, or from two whose outputs
-    alternate: gate and up.
-
-    A block is an exponent and 16 bytes with 4-bit codes: the first 16 are in the low bits, the last
-    16 in the high bits.
-    """
-
-    form = Form(4, MXFP4_GROUP, E2M1)
-
-    def __init__(
-        self,
-        where: str,
-        shape: Sequence[int],
-        compute: Callable[[], torch.Tensor],
-        tensors: Sequence[ReaderTensor],
-    ) -> None:
-        super().__init__(where, shape, torch.float32, compute, 8)  # 4 bits would round again
-        self._tensors = sorted(tensors, key=lambda tensor: tensor.name)  # gate, up
-        self.is_coded_transposed = True
-
-    def open_coded(self) -> CodedRows:
-        """A function that reads stored experts. ModelError for an exponent that is a NaN."""
-        _, inputs, outputs = self.shape
-
-        def rows(start: int, stop: int) -> Coded:
-            parts = [np.asarray(tensor.data[start:stop]) for tensor in self._tensors]
-            alternate = np.stack(parts, 2)
-            blocks = alternate.reshape(stop - start, outputs, inputs // MXFP4_GROUP, -1)
-            exponents, codes = blocks[..., 0].copy(), blocks[..., 1:]
-            if (exponents == NO_EXPONENT).any():
-                at = [int(each) for each in np.argwhere(exponents == NO_EXPONENT)[0]]
-                raise ModelError(
-                    f"{self.where}[{start + at[0]}]: expected a finite scale, got exponent "
-                    f"{NO_EXPONENT}"
-                )
-            numbers = np.concatenate([codes & 15, codes >> 4], -1)
-            found = torch.from_numpy(numbers.reshape(stop - start, outputs, inputs))
-            return Coded(found, torch.from_numpy(exponents))
-
-        return rows
-
-
-def _are_mxfp4(tensors: Sequence[ReaderTensor], shape: Sequence[int]) -> bool:
-    """Whether blocks of MXFP4 make experts of `shape`, `[E, K, N]`."""
-    _, inputs, outputs = shape
-    return all(
-        each.tensor_type.name == "MXFP4"
-        and [int(extent) for extent in each.shape] == [inputs, outputs // len(tensors), shape[0]]
-        for each in tensors
     )
 
 
