@@ -111,6 +111,16 @@ def test_the_host_of_a_page_binds_what_a_graph_has(compiled: Compiled) -> None:
     assert f'"{Path(library).stem}.so"' in code
 
 
+def test_one_onnx_runtime_is_the_oldest() -> None:
+    """What is installed, what a page asks for, what the library takes."""
+    extras = re.findall(r'"onnxruntime(?:-gpu)?>=([^"]+)"', (ROOT / "pyproject.toml").read_text())
+    (oldest,) = set(extras)
+    page = (ROOT / "docs/guides/own-host.md").read_text()
+    assert f"ONNX Runtime, {oldest} or newer" in page
+    header = (ROOT / "plugins/abi/onnxruntime.h").read_text()
+    assert re.findall(r"kOldestMinor = (\d+);", header) == [oldest.removeprefix("1.")]
+
+
 @pytest.mark.parametrize("path", PAGES, ids=name_of)
 def test_make_targets_and_commands_exist(path: Path) -> None:
     makefile = (ROOT / "Makefile").read_text()

@@ -10,6 +10,9 @@
 namespace ort {
 
 constexpr uint32_t kApiVersion = 21;  // requested version; runtimes from 1.21 on have it
+// The oldest runtime of major version 1 that runs artifacts: those before it do not know their
+// opset, or crash at an operand left out before the last.
+constexpr int kOldestMinor = 28;
 
 struct Status;
 struct Session;

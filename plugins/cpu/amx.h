@@ -39,7 +39,7 @@ static_assert(sizeof(TileConfig) == 64, "a line");
 #define KVG_TILE_DOT_BF16(sums, x, w) ::kvg::emulated_amx::dot_bf16(sums, x, w)
 #define KVG_TILE_DOT_U8S8(sums, x, w) ::kvg::emulated_amx::dot_u8s8(sums, x, w)
 
-#elif defined(__AMX_TILE__) && defined(__AMX_INT8__) && defined(__AMX_BF16__)
+#elif defined(KVG_AMX)
 
 #include <immintrin.h>
 

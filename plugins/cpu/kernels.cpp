@@ -181,7 +181,7 @@ void weigh_rows(float* s_MJ, int64_t begin, int64_t end, float factor, float sof
       Vector x = load(Float32{}, s_MJ + m * kKeys + i * kLanes) * factor;
       if (softcap > 0) x = softcap * tanh_of(x);
       const Index at = after + i * kLanes;
-      x = (at >= 0) & (at < seen) ? x : Vector{} - kInfinity;
+      x = ((at >= 0) & (at < seen)) ? x : Vector{} - kInfinity;
       scores[m][i] = x, top_M[m] = larger(x, top_M[m]);
     }
   }

@@ -285,17 +285,19 @@ void prepare_half(const float* x, int64_t width, int64_t depth, char* to) {
 
 void prepare_byte(int64_t bits, const float* x, int64_t width, int64_t depth, char* to,
                   float* scale) {
-  float largest = 0, odd = 0;  // odd: NaN if some input is NaN or infinite
-#pragma omp simd reduction(max : largest) reduction(+ : odd)
+  uint32_t most = 0;  // bits of the largest magnitude; infinities and NaN have more than numbers
+#pragma omp simd reduction(max : most)
   for (int64_t k = 0; k < width; ++k) {
-    const float magnitude = x[k] < 0 ? -x[k] : x[k];
-    largest = magnitude > largest ? magnitude : largest;
-    odd += x[k] * 0.0f;
+    const uint32_t magnitude = bits_of(x[k]) & 0x7fffffffu;
+    most = magnitude > most ? magnitude : most;
   }
-  *scale = largest / 127.0f + odd;
-  const float inverse = largest > 0 && odd == 0 ? 127.0f / largest : 0.0f;
+  const bool finite = most < kFloatInf;
+  *scale = float_of(finite ? most : kFloatNaN) / 127.0f;
+  const float inverse = most > 0 && finite ? 127.0f / float_of(most) : 0.0f;
   const auto rounded = [&](int64_t k) {
-    return static_cast<int32_t>(std::nearbyintf(odd == 0 ? x[k] * inverse : 0.0f));
+    const float exact = finite ? x[k] * inverse : 0.0f;
+    // In a thread that rounds upward the largest one is above 127.
+    return static_cast<int32_t>(std::nearbyintf(exact < 127.0f ? exact : 127.0f));
   };
 #if KVG_NATIVE_DOT
   (void)bits;

@@ -35,6 +35,14 @@ void relax() {
 constexpr int kSpins = 2000;
 constexpr size_t kMaxThreads = 1024;
 
+// What was asked of the pools of this process and of its forked children; 0: the default.
+std::atomic<size_t> g_asked{0};
+
+size_t asked_threads() {
+  const size_t asked = g_asked.load();
+  return std::min(kMaxThreads, asked ? asked : default_threads());
+}
+
 // A pool that runs one job at a time; a second caller runs its tasks itself. Threads start with the
 // first job.
 class Pool {
@@ -60,7 +68,7 @@ class Pool {
     idle_.wait(lock, [this] { return busy_ == 0; });
   }
 
-  void resize(size_t threads) {
+  void resize() {
     std::lock_guard<std::mutex> turn(turn_);
     {
       std::lock_guard<std::mutex> lock(mutex_);
@@ -71,7 +79,7 @@ class Pool {
     for (std::thread& worker : workers_) worker.join();
     workers_.clear();
     stop_ = false;
-    threads_ = std::min(kMaxThreads, threads ? threads : default_threads());
+    threads_ = asked_threads();
   }
 
   size_t threads() const { return threads_; }
@@ -118,14 +126,14 @@ class Pool {
   bool open_ = false, stop_ = false;
   std::atomic<size_t> next_{0};
   std::atomic<uint64_t> generation_{0};
-  std::atomic<size_t> threads_{default_threads()};
+  std::atomic<size_t> threads_{asked_threads()};
   std::vector<std::thread> workers_;
 };
 
 std::atomic<Pool*> g_pool{nullptr};
 
 // The pool of this process. Never destroyed: its threads may outlive static destructors. A forked
-// child has none of the threads, so it forgets the pool and makes its own.
+// child has none of the threads, so it forgets the pool and makes its own, of as many threads.
 Pool& pool() {
   Pool* existing = g_pool.load(std::memory_order_acquire);
   if (existing) return *existing;
@@ -152,7 +160,10 @@ void parallel_for(const kvg_call& call, kvg_task fn, void* task, size_t count) {
 
 }  // namespace kvg
 
-extern "C" void kvg_cpu_set_num_threads(uint32_t count) { kvg::pool().resize(count); }
+extern "C" void kvg_cpu_set_num_threads(uint32_t count) {
+  kvg::g_asked.store(count);
+  kvg::pool().resize();
+}
 
 extern "C" uint32_t kvg_cpu_num_threads(void) {
   return static_cast<uint32_t>(kvg::pool().threads());

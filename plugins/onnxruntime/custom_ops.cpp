@@ -5,6 +5,7 @@
 // a provider that the runtime lacks leaves its registrations unused. The pool is mutated in place:
 // its output is declared an alias of its input, and the kernel refuses two buffers.
 #include <array>
+#include <cstdio>
 #include <deque>
 #include <string>
 #include <utility>
@@ -25,12 +26,15 @@ static_assert(kEntries.size() == KVG_NUM_CPU_OPS, "expected an entry point of ea
 template <int Op>
 size_t alias_map(int** inputs, int** outputs) {
   const kvg_op& op = *KVG_CPU_OPS[Op];
-  *inputs = new int[op.num_outputs];
-  *outputs = new int[op.num_outputs];
+  *inputs = *outputs = nullptr;
   size_t count = 0;
   for (int i = 0; i < op.num_outputs; ++i) {
     const int32_t alias = op.operands[op.num_inputs + i].alias;
     if (alias < 0) continue;
+    if (!count) {  // arrays of a count of 0 are not given back
+      *inputs = new int[op.num_outputs];
+      *outputs = new int[op.num_outputs];
+    }
     (*inputs)[count] = alias;
     (*outputs)[count++] = i;
   }
@@ -121,6 +125,13 @@ struct Registration {
   }
 };
 
+// Whether artifacts do not run on a runtime of this version, such as "1.28.0".
+bool is_too_old(const char* version) {
+  int major = 0, minor = 0;
+  std::sscanf(version, "%d.%d", &major, &minor);
+  return major < 1 || (major == 1 && minor < ort::kOldestMinor);
+}
+
 }  // namespace
 }  // namespace kvg::onnxruntime
 
@@ -128,10 +139,11 @@ using namespace kvg::onnxruntime;
 
 extern "C" KVG_EXPORT ort::Status* RegisterCustomOps(ort::SessionOptions* options,
                                                      const ort::ApiBase* base) {
+  const char* version = base->GetVersionString();
   const ort::Api* api = base->GetApi(ort::kApiVersion);
-  if (!api) {
-    const std::string sentence =
-        "kvgraph: expected ONNX Runtime 1.21 or newer, got " + std::string(base->GetVersionString());
+  if (!api || is_too_old(version)) {
+    const std::string sentence = "kvgraph: expected ONNX Runtime 1." +
+                                 std::to_string(ort::kOldestMinor) + " or newer, got " + version;
     return ort::CreateStatus::call(base->GetApi(1), ort::kFail, sentence.c_str());
   }
   static Registration registration(api);

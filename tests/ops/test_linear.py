@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from typing import Any
 
 import numpy as np
@@ -192,6 +193,28 @@ def test_weights_of_zeros_stay_zeros() -> None:
         x = np.ones((2, 70), np.float32)
         found = native.run(LINEAR, x, *operands(packed), out_features=20, bits=bits)
         assert not found.any()
+
+
+# Modes of fesetround on x86-64.
+@pytest.mark.parametrize("mode", [0x400, 0x800, 0xC00], ids=["down", "up", "to zero"])
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("isa", ISAS)
+def test_a_thread_may_round_in_any_direction(isa: str, bits: int, mode: int) -> None:
+    """Each input is then off by less than a step. Of some rows the largest one, which is 127 steps,
+    is computed as a little more."""
+    given_, attributes, (weights,) = call_of("ragged edges", bits, 40)
+    x = given_[0]
+    assert x is not None
+    libm = ctypes.CDLL(None)
+    with forced_isa(isa):
+        expected = native.run(LINEAR, *given_, **attributes)
+        assert libm.fesetround(mode) == 0
+        try:
+            found = native.run(LINEAR, *given_, **attributes)
+        finally:
+            libm.fesetround(0)
+    steps = np.abs(x).max(axis=1, keepdims=True) / 127
+    assert (np.abs(found - expected) <= 1.1 * steps * np.abs(weights).sum(axis=1)).all()
 
 
 def test_rows_are_rounded_half_to_even() -> None:

@@ -191,11 +191,12 @@ struct Table {
 };
 const Table g_table;
 uint32_t g_newest = 21;
+std::string g_version;
 
 const ApiBase kBase{[](uint32_t version) {
                       return version <= g_newest ? reinterpret_cast<const Api*>(&g_table) : nullptr;
                     },
-                    [] { return "1.20.9"; }};
+                    [] { return g_version.c_str(); }};
 
 std::string g_said;
 
@@ -222,9 +223,9 @@ int32_t o_alive() { return g_statuses + g_infos + g_values; }
 void o_no_scratch(bool gone) { g_no_scratch = gone; }
 void o_scratch(uintptr_t address) { g_scratch = address; }
 
-// Registers with a runtime whose newest API is that one; false: refused.
-bool o_register(uint32_t newest) {
-  g_newest = newest;
+// Registers with a runtime of that version, whose newest API is that one; false: refused.
+bool o_register(uint32_t newest, const char* version) {
+  g_newest = newest, g_version = version;
   return !refuses(RegisterCustomOps(nullptr, &kBase));
 }
 
@@ -244,7 +245,9 @@ const char* o_ops() {
     const size_t count = op->GetAliasMap(&from, &to);
     for (size_t i = 0; i < count; ++i)
       said += (i ? "," : "") + std::to_string(from[i]) + ">" + std::to_string(to[i]);
-    op->ReleaseAliasMap(from, to);
+    // ONNX Runtime gives back no arrays of a count of 0.
+    if (count) op->ReleaseAliasMap(from, to);
+    else if (from || to) said += "left over";
     said += "\n";
   }
   return said.c_str();

@@ -9,6 +9,7 @@ import shutil
 import signal
 import struct
 import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -187,6 +188,36 @@ def test_results_do_not_depend_on_the_number_of_threads() -> None:
     assert len(set(results)) == 1
     native.set_num_threads(0)
     assert native.num_threads() == len(os.sched_getaffinity(0))
+
+
+@pytest.mark.parametrize("count", [1, 3, 0])
+def test_a_forked_child_has_as_many_threads(count: int) -> None:
+    """Also where its parent's pool has run a job; the child's own number holds too."""
+    code = f"""
+import os
+from kvgraph.ops import native
+from tests.support.conformance import Case, build
+
+def work():
+    operands = build(Case("update_and_attend", rows=((70, 1),) * 9))
+    native.run(operands.spec, *operands.arrays, **operands.attributes)
+    return native.num_threads()
+
+native.set_num_threads({count})
+expected = work()
+if not (child := os.fork()):
+    same = work() == expected
+    native.set_num_threads(2)
+    os._exit(0 if same and work() == 2 else 3)
+assert os.waitpid(child, 0)[1] == 0
+print(expected, work())
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=PLUGINS.parent
+    )
+    assert done.returncode == 0, done.stderr
+    expected = count or len(os.sched_getaffinity(0))
+    assert done.stdout.split() == [str(expected)] * 2
 
 
 def test_a_row_has_one_result_in_every_batch() -> None:

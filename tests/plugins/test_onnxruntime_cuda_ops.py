@@ -52,9 +52,25 @@ def test_every_cache_op_is_registered_for_both_providers(drive: Drive) -> None:
     assert memory["store_kv", "CUDAExecutionProvider"] == "0,0,0,0,0,0,0"
 
 
-def test_an_older_runtime_is_refused(drive: Drive) -> None:
-    sentence = "kvgraph: expected ONNX Runtime 1.21 or newer, got 1.20.9"
-    assert drive("result = register(newest=20)", driver=False) == sentence
+def test_arrays_of_aliases_are_made_only_where_there_are_some(drive: Drive) -> None:
+    found = drive("register(); result = ops()", driver=False)
+    aliases = {op: aliases for _, op, *_, aliases in found}
+    assert aliases["linear"] == aliases["paged_attention"] == ""
+    assert aliases["update_and_attend"] == "1>1,9>2"
+
+
+@pytest.mark.parametrize(
+    ("newest", "version", "is_refused"),
+    [(20, "1.20.9", True), (21, "1.21.0", True), (27, "1.27.1", True), (28, "1.28.0", False),
+     (100, "1.100.2", False), (21, "2.0.0", False), (20, "1.28.0", True)],
+)  # fmt: skip
+def test_an_older_runtime_is_refused(
+    drive: Drive, newest: int, version: str, is_refused: bool
+) -> None:
+    """Those before 1.28 have the functions that the library calls, but crash later."""
+    sentence = f"kvgraph: expected ONNX Runtime 1.28 or newer, got {version}"
+    found = drive(f"result = register({newest}, {version!r})", driver=False)
+    assert found == (sentence if is_refused else "")
 
 
 # ---- what a node must have ----------------------------------------------------------------------

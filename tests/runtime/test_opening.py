@@ -157,12 +157,12 @@ def test_an_onnx_runtime_that_is_too_old_for_our_ops() -> None:
     class Options:
         def register_custom_ops_library(self, path: str) -> None:
             raise RuntimeError(
-                "[ONNXRuntimeError] : 1 : FAIL : kvgraph: expected ONNX Runtime 1.21 or newer, got "
-                "1.20.1"
+                "[ONNXRuntimeError] : 1 : FAIL : kvgraph: expected ONNX Runtime 1.28 or newer, got "
+                "1.27.1"
             )
 
     message = (
-        r"^onnxruntime: expected ONNX Runtime 1.21 or newer, got 1.20.1; pip install --upgrade"
+        r"^onnxruntime: expected ONNX Runtime 1.28 or newer, got 1.27.1; pip install --upgrade"
     )
     with pytest.raises(MissingDependencyError, match=message):
         sessions.register_ops(Options())

@@ -221,7 +221,7 @@ KVG_EXPORT int32_t kvg_cpu_round_groups(const float* weights, const float* steps
 
 // Sets the number of threads of the library's own pool, including the caller's; it serves calls
 // without parallel_for. Default: the processors that this process may run on; 0 restores it.
-// Results do not depend on it, bit for bit.
+// A forked child keeps it. Results do not depend on it, bit for bit.
 KVG_EXPORT void kvg_cpu_set_num_threads(uint32_t count);
 KVG_EXPORT uint32_t kvg_cpu_num_threads(void);
 // The instruction set of the kernels that this process runs: amx (avx512_bf16, with linear layers of
