@@ -379,8 +379,9 @@ def gated(
     pairs = tl.reshape(both_NM, (BLOCK_N // 2, 2, BLOCK_M))
     gate, up = tl.split(tl.permute(pairs, (0, 2, 1)))
     if LIMIT > 0:
-        gate = tl.minimum(gate, LIMIT)
-        up = tl.minimum(tl.maximum(up, -LIMIT), LIMIT)
+        # Not tl.minimum, which drops a NaN.
+        gate = tl.where(gate > LIMIT, LIMIT, gate)
+        up = tl.where(up > LIMIT, LIMIT, tl.where(up < -LIMIT, -LIMIT, up))
     if ACTIVATION == SILU:
         active = gate * tl.sigmoid(gate * ALPHA)
     elif ACTIVATION == GELU:

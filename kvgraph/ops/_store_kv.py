@@ -26,13 +26,15 @@ def token_slots(
 def quantize(x: Array, dtype: str, groups: int) -> tuple[Array, Array]:
     """Symmetric quantisation of the last axis in `groups` equal groups: (stored, scales).
 
-    `scale = max|x| / largest storable`; a group of zeros has scale 0 and stores zeros. int8 rounds
-    half to even, float8_e4m3fn rounds as its cast does.
+    `scale = max|x| / largest storable`; a group of zeros has scale 0 and stores zeros. A quotient
+    above the largest storable, which a denormal scale may give, is clamped. int8 rounds half to
+    even, float8_e4m3fn rounds as its cast does.
     """
+    largest = np.float32(DTYPES[dtype].largest)
     x_g = x.astype(np.float32).reshape(*x.shape[:-1], groups, x.shape[-1] // groups)
-    scales = np.abs(x_g).max(-1) / np.float32(DTYPES[dtype].largest)
+    scales = np.abs(x_g).max(-1) / largest
     divisor = np.where(scales == 0, np.float32(1), scales)[..., None]
-    stored = x_g / divisor
+    stored = np.clip(x_g / divisor, -largest, largest)
     if dtype == "int8":
         stored = np.rint(stored)
     return stored.reshape(x.shape), scales

@@ -239,7 +239,10 @@ void finish(Softmax state, float sink, float* out_E, int64_t width) {
     kept = raise(&state, sink);
     state.sum += exp2_of_negative(sink - state.top);
   }
-  scale(out_E, kept / state.sum, width);
+  // A zero becomes +0: the sign of a sum that underflows depends on how many tiles were added.
+  const float factor = kept / state.sum;
+#pragma omp simd
+  for (int64_t i = 0; i < width; ++i) out_E[i] = out_E[i] * factor + 0.0f;
 }
 
 // ---- dtypes -----------------------------------------------------------------------------------

@@ -61,10 +61,12 @@ class Writer {
     from_.to_float(rounded_.data(), x, count);
   }
 
-  // Divides each group by its scale, max|x| / largest storable, and writes the scales.
+  // Divides each group by its scale, max|x| / largest storable, and writes the scales. A denormal
+  // scale is so coarse that a quotient may exceed the largest storable: it is clamped.
   void quantize(float* x, int64_t width, int64_t slot) {
     const Pool& pool = job_.pool;
     const int64_t group = pool.head_dim / pool.scales_per_head;
+    const float most = quantized_max(pool.dtype);
     float* scales = pool.scales + slot / group;
     for (int64_t begin = 0; begin < width; begin += group, x += group) {
       float largest = 0;
@@ -73,9 +75,13 @@ class Writer {
         largest = magnitude <= largest ? largest : magnitude;  // keeps a NaN
         if (largest != largest) break;
       }
-      const float scale = largest / quantized_max(pool.dtype);
+      const float scale = largest / most;
       const float divisor = scale == 0 ? 1.0f : scale;
-      for (int64_t i = 0; i < group; ++i) x[i] /= divisor;
+      for (int64_t i = 0; i < group; ++i) {
+        const float quotient = x[i] / divisor;
+        const float bounded = quotient > most ? most : quotient;  // keeps a NaN
+        x[i] = bounded < -most ? -most : bounded;
+      }
       *scales++ = scale;
     }
   }

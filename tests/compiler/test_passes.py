@@ -110,7 +110,7 @@ def test_inspect_prints_the_list(compiled: Callable[..., Path]) -> None:
         "check require_stored: held",
         "check require_planned: held",
         "pass fuse_rope: 0 places",
-        "pass drop_no_ops: 100 places",
+        "pass drop_no_ops: 105 places",
         "pass drop_batch_dim: left out, since the cache is padded",
         "pass join_all_reduces: left out, since there is one rank",
         "pass fuse_all_reduce: left out, since there is one rank",

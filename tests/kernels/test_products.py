@@ -20,11 +20,11 @@ from kvgraph.kernels import aot, experts_plan
 from kvgraph.kernels.experts_plan import ExpertsShape, experts_variants, plan_experts
 from kvgraph.kernels.launch import LaunchPlan
 from kvgraph.kernels.linear_plan import LinearShape, linear_variants, plan_linear, roles_of
-from kvgraph.kernels.matrix_tiles import multiply_bytes
+from kvgraph.kernels.matrix_tiles import ROLES, multiply_bytes
 from kvgraph.kernels.matrix_trials import experts_trial
 from kvgraph.kernels.run_ptx import PlanMemory, run_plan
 from kvgraph.kernels.variants import Variant
-from kvgraph.ops.packed import E2M1, E4M3, INT8
+from kvgraph.ops.packed import E2M1, E4M3, INT8, SILU
 from tests.kernels.table import TENSOR_CORES, instructions
 from tests.support.matrix_products import (
     EXPERTS,
@@ -258,6 +258,18 @@ def test_a_row_does_not_depend_on_the_others(kernels: Kernels, bits: int) -> Non
     for plan, arrays in plans:
         run_plan(plan, arrays, lambda variant: kernels.get(variant, "sm_90"))
     assert own["out"].tobytes() == whole.given["out"][some].tobytes()
+
+
+@pytest.mark.parametrize("role", ROLES)
+def test_a_limit_keeps_a_nan(kernels: Kernels, role: str) -> None:
+    """A row with a NaN has only NaN, and no other row has one, as in the reference."""
+    shape = ExpertsShape("bfloat16", 0, 4, 2, 160, 96, SILU, 1.702, 0.9, 1.0)
+    trial = experts_trial(shape, "sm_90", role)
+    trial.given["x"][1, 3] = np.nan
+    run_plan(trial.plan, trial.given, lambda variant: kernels.get(variant, "sm_90"))
+    is_nan_MK = np.isnan(trial.given["out"].astype(np.float32))
+    assert is_nan_MK[1].all()
+    assert not np.delete(is_nan_MK, 1, 0).any()
 
 
 @pytest.mark.parametrize(

@@ -12,9 +12,10 @@ from unittest import mock
 
 import numpy as np
 import pytest
+from ml_dtypes import bfloat16
 
 from kvgraph.errors import KernelError
-from kvgraph.ops import native
+from kvgraph.ops import PAGED_ATTENTION, native
 from tests.support.conformance import Case, Operands, build
 from tests.support.isa import forced_isa, isa_of, load
 
@@ -194,6 +195,26 @@ def test_results_do_not_depend_on_the_chunk(
             part[3] = np.array([20 + start], np.int32)
             found = native.run(operands.spec, *part, **operands.attributes)
             assert found.tobytes() == whole[start:end].tobytes()
+
+
+@pytest.mark.parametrize("name", X86)
+def test_the_sign_of_zero_does_not_depend_on_the_chunk(name: str) -> None:
+    """A negative output that underflows in bfloat16 products: alone, and with a next token whose
+    key is in another tile."""
+    keys = 33
+    pool = np.zeros((1, 2, 1, 64, 1, 2), bfloat16)
+    pool[0, 0, 0, 0], pool[0, 1, 0, 1:-1], pool[0, 1, 0, keys - 1] = 84, -0.01, 1
+    q = np.full((2, 1, 2), 0.5, np.float32)
+    found = []
+    with forced_isa(name):
+        for count in (1, 2):
+            offsets, page = np.array([0, count], np.int32), np.zeros((1, 1), np.int32)
+            cached = np.array([keys - 2], np.int32)
+            most = np.array([[count, keys - 2 + count]], np.int32)
+            index = offsets, cached, page, most
+            out = native.run(PAGED_ATTENTION, q[:count], pool, *index, None, None, layer=0, scale=1)
+            found.append(out[0].tobytes())
+    assert found[0] == found[1]
 
 
 CHUNKS = ((0, 1), (100, 103), (333, 334), (64, 350), (400, 404), (590, 600), (400, 600))

@@ -11,6 +11,8 @@ import numpy as np
 import pytest
 
 import kvgraph
+from kvgraph.contract.inputs import KVCacheInputs
+from kvgraph.kv.padded import PaddedKVCacheManager
 from kvgraph.kv.paged import PagedKVCacheManager
 from kvgraph.kv.requests import TextContext
 from kvgraph.runtime.artifact import Artifact
@@ -65,6 +67,38 @@ def no_memory(*_: Any, **__: Any) -> Any:
 @pytest.mark.parametrize("kind", ["continuous", "padded"])
 def test_kinds_under_torch(kind: str, compiled: Compiled) -> None:
     assert greedy(compiled("gemma2", "torch", cache=kind)) == greedy(compiled("gemma2"))
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize(
+    ("model", "backend"), [("tiny-llama", "onnx"), ("gemma2", "onnx"), ("tiny-llama", "torch")]
+)
+def test_a_value_that_is_not_finite_stays_in_its_row(
+    model: str, backend: str, value: float, compiled: Compiled
+) -> None:
+    """Of two rows of a padded cache, the other one keeps its bits; so does a position that no row
+    has reached."""
+    session = kvgraph.load(compiled(model, backend, cache="padded")).session()
+    logits = {}
+    for stored in (None, value):
+        manager = PaddedKVCacheManager(session.artifact.params(), 2, 16, session=session)
+        contexts = [TextContext("a", [5, 6, 7]), TextContext("b", [8, 9, 10])]
+        for context in contexts:
+            manager.claim(context.request_id)
+        for step in range(2):
+            manager.alloc_batch([contexts])
+            (record,) = manager.fetch(contexts)
+            if stored is not None and step:
+                v_LBSKD = record.v_cache.handle
+                v_LBSKD[:, 1, 1, 0, 3] = v_LBSKD[:, 0, 9] = stored
+            kv = KVCacheInputs([record])
+            logits[stored] = session.run(inputs_of(contexts), kv).copy()
+            for context in contexts:
+                context.update(11)
+            manager.step([contexts])
+    assert np.isfinite(logits[None]).all()
+    assert logits[value][0].tobytes() == logits[None][0].tobytes()
+    assert np.isnan(logits[value][1]).all()
 
 
 def test_a_kind_without_pages_takes_no_pool_size(compiled: Compiled) -> None:

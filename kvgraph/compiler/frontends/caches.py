@@ -88,7 +88,9 @@ class PaddedCache:
     """The padded cache in plain torch operators, for export targets without kvgraph's ops.
 
     Every query is scored against every slot of the rectangle, and all but its row's past is masked.
-    This is portable and exact. It is slower than paging by the share of slots of other rows.
+    This is portable and exact. It is slower than paging by the share of slots of other rows. A head
+    of a value that is not finite counts as zeros, and gives NaN to the queries that may see it:
+    other rows multiply it by a weight of 0.
     """
 
     def __init__(
@@ -127,10 +129,12 @@ class PaddedCache:
             if reads is None:
                 cache.index_put_(index, new.to(cache.dtype))
         groups = q_TND.shape[1] // k_TKD.shape[1]
-        visible_TC, is_read_C11 = self._slots_read(window, bool(chunked))  # C = B * S slots
+        visible_TC, ones_TC = self._visible_slots(window, bool(chunked))  # C = B * S slots
+        v_BSKD = self._v_LBSKD[layer]
+        is_fine_BSK1 = (v_BSKD - v_BSKD).sum(-1, keepdim=True) == 0  # otherwise NaN
         k_CND = self._slots(self._k_LBSKD[layer], groups, q_TND.dtype)
-        v_CND = self._slots(self._v_LBSKD[layer], groups, q_TND.dtype)
-        v_CND = torch.where(is_read_C11, v_CND, 0)
+        v_CND = self._slots(torch.where(is_fine_BSK1, v_BSKD, 0), groups, q_TND.dtype)
+        odd_CN1 = self._slots(~is_fine_BSK1, groups, ones_TC.dtype)
         scores_NTC = torch.bmm(q_TND.transpose(0, 1), k_CND.permute(1, 2, 0)).float() * scale
         if softcap:
             scores_NTC = softcap * torch.tanh(scores_NTC / softcap)
@@ -140,6 +144,8 @@ class PaddedCache:
             scores_NTC = torch.cat([scores_NTC, sink_NT1], -1)
         weights_NTC = scores_NTC.softmax(-1)[..., : k_CND.shape[0]].to(q_TND.dtype)
         out_NTD = torch.bmm(weights_NTC, v_CND.transpose(0, 1))
+        is_fine_TN = ones_TC @ odd_CN1[..., 0] == 0
+        out_NTD = torch.where(is_fine_TN.transpose(0, 1)[..., None], out_NTD, float("nan"))
         # A copy, so that no later reshape asks whether T is 1.
         return out_NTD.transpose(0, 1).clone(memory_format=torch.contiguous_format)
 
@@ -154,12 +160,12 @@ class PaddedCache:
         whole_CKGD = cache_CKGD.clone(memory_format=torch.contiguous_format)
         return whole_CKGD.view(batch * length, heads * groups, width)
 
-    def _slots_read(self, window: int, chunked: bool) -> tuple[torch.Tensor, torch.Tensor]:
-        """`[T, B * S]`: whether a token reads a slot; `[B * S, 1, 1]`: whether any token does."""
+    def _visible_slots(self, window: int, chunked: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        """`[T, B * S]`, twice: whether a token sees a slot, as bools and as numbers."""
         kind = window, chunked
         if kind not in self._visible:  # masks are the same for all layers of that kind
             visible_TC = self._seen(window, chunked)
-            self._visible[kind] = visible_TC, visible_TC.any(0)[:, None, None]
+            self._visible[kind] = visible_TC, visible_TC.float()
         return self._visible[kind]
 
     def _seen(self, window: int, chunked: bool) -> torch.Tensor:
