@@ -94,11 +94,12 @@ def chat(
     longest = longest_context(engine) if max_new_tokens is None else None
     talk = Talk(engine, engine.suggested_params(asked), system, longest)
     for line in _typed() if talk.is_live else _piped():
-        if line == "/quit":
+        command = line.strip().removeprefix("\ufeff")  # a file may begin with a byte order mark
+        if command == "/quit":
             break
-        if line == "/clear":
+        if command == "/clear":
             talk.clear()
-        elif line.strip():
+        elif command:
             talk.answer(line)
 
 

@@ -74,6 +74,11 @@ class Browser:
         self._call("Page.navigate", url=url)
         self.wait("document.readyState === 'complete'")
 
+    def resize(self, width: int, height: int) -> None:
+        """Sizes in pixels, of the page."""
+        sizes = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": True}
+        self._call("Emulation.setDeviceMetricsOverride", **sizes)
+
     def value(self, expression: str) -> Any:
         """What a script gives in the page."""
         found = self._call(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -85,12 +86,67 @@ def test_figures_move(server: Server, browser: Browser) -> None:
     assert browser.value(text_of("running")) == "0"
 
 
+ANSWERS = {
+    "cut": ("data: {frame}\n\n", 200, "the connection ended before the answer did"),
+    "long": (
+        "data: {frame}\n\ndata: {last}\n\ndata: [DONE]\n\n",
+        200,
+        "the answer was cut: no more",
+    ),
+    "proxy": ("<html>Bad Gateway</html>", 502, "the server answered 502 Bad Gateway"),
+}
+FRAME = '{"choices": [{"delta": {"content": "abc"}}]}'
+LAST = '{"choices": [{"delta": {}, "finish_reason": "length"}]}'
+
+
+@pytest.mark.parametrize("name", ANSWERS)
+def test_an_answer_that_is_not_whole(name: str, server: Server, browser: Browser) -> None:
+    body, status, said = ANSWERS[name]
+    body = body.replace("{frame}", FRAME).replace("{last}", LAST)
+    browser.open(server.url)
+    browser.value(
+        f"window.fetch = async () => new Response({json.dumps(body)}, "
+        f"{{status: {status}, statusText: 'Bad Gateway'}})"
+    )
+    browser.value(SEND.format(text="Hi"))
+    browser.wait("document.querySelectorAll('.error').length === 1")
+    assert said in browser.value("document.querySelector('.error').textContent")
+    assert browser.value("talk.length") == (0 if name == "proxy" else 2)
+
+
+def test_keys_of_a_keyboard(server: Server, browser: Browser) -> None:
+    """Enter of an input method ends a word, and the text keeps the focus and its spaces."""
+    browser.open(server.url)
+    browser.value("document.getElementById('text').value = '  x = 1'")
+    enter = "new KeyboardEvent('keydown', {key: 'Enter', cancelable: true, isComposing: COMPOSES})"
+    press = f"document.getElementById('text').dispatchEvent({enter})"
+    browser.value(press.replace("COMPOSES", "true"))
+    assert browser.value("document.querySelectorAll('.user').length") == 0
+    browser.value(press.replace("COMPOSES", "false"))
+    assert browser.value("document.querySelector('.user').textContent") == "  x = 1"
+    assert browser.value("document.activeElement.id") == "text"
+
+
+def test_figures_of_a_server_that_is_gone(server: Server, browser: Browser) -> None:
+    browser.open(server.url)
+    browser.wait(f"{text_of('running')} === '0'")
+    browser.value("window.fetch = async () => { throw new Error('gone') }")
+    browser.wait(f"{text_of('model')} === 'gone'")
+    assert browser.value(text_of("running")) == browser.value(text_of("rate")) == "-"
+
+
+def test_it_fits_a_narrow_window(server: Server, browser: Browser) -> None:
+    browser.resize(360, 640)
+    browser.open(server.url)
+    assert browser.value("document.documentElement.scrollWidth") <= 360
+
+
 def test_it_asks_for_the_key(artifact: Path, tmp_path: Path, browser: Browser) -> None:
     (tmp_path / "keys").write_text("mine")
     arguments = ("--threads", 1, "--api-key-file", tmp_path / "keys")
     with serving(tmp_path / "log", artifact, *arguments) as server:
         browser.open(server.url)
-        for key in ("another", "mine"):
+        for key in ("ключ", "another", "mine"):
             browser.wait("!document.getElementById('unlock').hidden")
             browser.value(f"document.getElementById('key').value = {key!r}")
             browser.value("document.querySelector('#unlock button').click()")
