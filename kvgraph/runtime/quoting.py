@@ -39,8 +39,10 @@ SPACED = re.compile(r"\(\?[a-zA-Z-]*x")
 
 
 def as_quoted(text: str) -> tuple[str, JsonObject]:
-    """Return the schema `text` as llguidance reads it right, and its options. ValueError as from
-    `read_schema`."""
+    """Return the schema `text` as llguidance reads it right, and its options.
+
+    ValueError as from `read_schema`.
+    """
     schema = read_schema(json.loads(text))
     options = OPTIONS
     if _has_open_names(schema) and not NAMES_CONTROLS.search(text):

@@ -1,7 +1,8 @@
 """JSON schemas as llguidance reads them: for the same texts, or for more in a lenient reading.
 
-Three things are written in another way, with the same meaning. A `oneOf` whose branches differ in a
-tag is an `anyOf` that requires the tag: llguidance sees no tag through a `$ref`. `propertyNames`
+Three things are written in another way. A `oneOf` whose branches differ in a
+tag is an `anyOf` that requires the tag: llguidance sees no tag through a `$ref`. Other parts that
+refer to such a branch require the tag too. `propertyNames`
 with a list of names are the only keys. Keys without a meaning are taken out: a `format` that
 llguidance does not know (JSON Schema has it as an annotation), "uniqueItems": false, and
 "additionalItems" without a list of "items", for which llguidance would drop "prefixItems".
@@ -77,9 +78,9 @@ ANNOTATIONS = (
 )
 """Keys that tell about a value, and do not limit it."""
 
-STEP = re.compile(r"(\\[1-9bB]|\(\?(?:<?[=!]|>))|\\.|.", re.DOTALL)
+STEP = re.compile(r"(\\[1-9bBkGZ]|\(\?(?:<?[=!]|>|P=))|\[\^?\]?(?:\\.|[^\]\\])*\]|\\.|.", re.DOTALL)
 """A step of a pattern; the group matches what llguidance refuses: a look-around, a reference to a
-group, a boundary of words."""
+group, a boundary of words or of the text. A class is one step."""
 
 MOST_HOPS = 8
 """Most references that are followed to one part."""
@@ -138,8 +139,8 @@ class _Reader:
         """Ids of parts with a `oneOf` whose branches have a tag."""
         self._tags: dict[int, list[object]] = {}
         """Tags of each branch, by its id."""
-        self._renames = True
-        """Whether a `oneOf` may be an `anyOf`: no reference leads through one."""
+        self._led_through: set[str] = set()
+        """Keys that references lead through, which stay where they are."""
         self._find_tags(schema, schema)
 
     def _find_tags(self, part: object, root: JsonObject, is_by_name: bool = False) -> None:
@@ -149,13 +150,14 @@ class _Reader:
         if not isinstance(part, dict):
             return
         root = _root(part, root)
-        self._renames &= "/oneOf" not in str(part.get("$ref"))
+        self._led_through.update(str(part.get("$ref", "")).split("/")[1:])
         if not is_by_name and "anyOf" not in part and isinstance(part.get("oneOf"), list):
             branches = [_followed(each, root) for each in part["oneOf"]]
-            if (tag := _tag(part, branches, root)) is not None:
+            tag = _tag(part, branches, root)
+            if tag is not None or len(branches) == 1:
                 self._unions.add(id(part))
-                for branch in branches:
-                    self._tags.setdefault(id(branch), []).append(tag)
+            for branch in branches if tag is not None and len(branches) > 1 else []:
+                self._tags.setdefault(id(branch), []).append(tag)
         for key, each in part.items():
             if is_by_name or key not in PLAIN:
                 self._find_tags(each, root, not is_by_name and key in NAMED)
@@ -172,17 +174,28 @@ class _Reader:
         made = {
             key: value if key in PLAIN else self.read(value, root, key in NAMED)
             for key, value in part.items()
-            if not _is_void(key, part) and (self._is_exact or not _is_unread(key, value))
+            if not _is_void(key, part) and (self._is_exact or not self._is_unread(key, value))
         }
         if tags := self._tags.get(id(part)):
             own = cast(list[object], made.get("required", []))
             made["required"] = list(dict.fromkeys([*own, *tags]))
         is_coerced = not self._is_exact and "oneOf" in made and "anyOf" not in made
-        if self._renames and (id(part) in self._unions or is_coerced):
+        if "oneOf" not in self._led_through and (id(part) in self._unions or is_coerced):
             made["anyOf"] = made.pop("oneOf")
         if "propertyNames" in made:
             self._close(made, root)
+        if not self._is_exact:
+            _open_unread(made)
         return made
+
+    def _is_unread(self, key: str, value: object) -> bool:
+        """Whether a key is refused, whatever stands next to it, and no reference leads through
+        it."""
+        if key == "pattern" and isinstance(value, str):
+            return _is_unread_pattern(value)
+        if key in BOUNDS and isinstance(value, int | float):
+            return abs(value) > MOST_INTEGER
+        return key in UNREAD and key not in self._led_through
 
     def _close(self, made: JsonObject, root: JsonObject) -> None:
         """Replace `propertyNames` by keys, if they are a list of names."""
@@ -190,12 +203,12 @@ class _Reader:
         if given is True or (isinstance(given, dict) and _keys(given) in ({}, {"type": "string"})):
             return
         names = None if made.get("patternProperties") else _names(_followed(given, root))
-        if names is None:
+        fields, rest = made.get("properties"), made.get("additionalProperties", True)
+        known = fields if isinstance(fields, dict) else {}
+        if names is None or self._led_through & known.keys() - set(names):
             if self._is_exact:
                 made["propertyNames"] = given
             return
-        given, rest = made.get("properties"), made.get("additionalProperties", True)
-        known = given if isinstance(given, dict) else {}
         self._room -= len(json.dumps(names)) + len(names) * len(json.dumps(rest))
         if self._room < 0 or len(names) > MOST_KEYS:
             raise ValueError(f"propertyNames that make over {MOST_KEYS} keys or {MOST_BYTES} bytes")
@@ -278,10 +291,16 @@ def _is_void(key: str, part: JsonObject) -> bool:
     return key == "uniqueItems" and part[key] is False
 
 
-def _is_unread(key: str, value: object) -> bool:
-    """Whether a key is refused, whatever stands next to it."""
-    if key == "pattern" and isinstance(value, str):
-        return any(step[1] for step in STEP.finditer(value))
-    if key in BOUNDS and isinstance(value, int | float):
-        return abs(value) > MOST_INTEGER
-    return key in UNREAD
+def _is_unread_pattern(pattern: str) -> bool:
+    return any(step[1] for step in STEP.finditer(pattern))
+
+
+def _open_unread(made: JsonObject) -> None:
+    """Leave out names by patterns that llguidance refuses. Such names are additional ones then."""
+    given = made.get("patternProperties")
+    if not isinstance(given, dict) or not any(map(_is_unread_pattern, given)):
+        return
+    made["patternProperties"] = {
+        name: each for name, each in given.items() if not _is_unread_pattern(name)
+    }
+    made.pop("additionalProperties", None)

@@ -130,7 +130,7 @@ NAME = "model.layers.1.mlp.experts.2.up_proj.weight"
     ("edit", "said"),
     [
         (remove, f"expected such tensors of all 4 experts, got none for {NAME}"),
-        (cut, f"{NAME}: expected [96, 64], the shape of "),
+        (cut, f"{NAME}: expected [96, 64], as "),
     ],
 )
 def test_damaged_experts(edit: Callable[[Tensors, str], Any], said: str, tmp_path: Path) -> None:
@@ -139,3 +139,35 @@ def test_damaged_experts(edit: Callable[[Tensors, str], Any], said: str, tmp_pat
     edit(tensors, NAME)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     assert said in quantized.refused(folder)
+
+
+def test_a_layer_of_another_shape_is_named(tmp_path: Path) -> None:
+    """Not one that fits, and not turned."""
+    folder = taken_apart(make("mixtral", tmp_path / "mixtral"), tmp_path / "apart", "mlp.experts")
+    tensors = load_file(folder / "model.safetensors")
+    for name in tensors:
+        if name.startswith("model.layers.1.") and name.endswith("down_proj.weight"):
+            tensors[name] = tensors[name][:, :-16].clone()
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    said = (
+        "mismatched_keys such as model.layers.1.mlp.experts.down_proj [4, 64, 80] for [4, 64, 96]"
+    )
+    assert said in quantized.refused(folder)
+
+
+def test_a_parameter_that_is_there_already_wins(tmp_path: Path) -> None:
+    """And the manifest says what has no place."""
+    plain = make("gpt_oss", tmp_path / "gpt_oss")
+    apart = taken_apart(plain, tmp_path / "apart", "mlp.experts")
+    both = load_file(apart / "model.safetensors")
+    name = "model.layers.1.mlp.experts.down_proj"
+    both[name] = torch.zeros_like(load_file(plain / "model.safetensors")[name])
+    save_file(both, apart / "model.safetensors", metadata={"format": "pt"})
+    loaded = huggingface.load(apart, "float32", weightless=True)
+    said = "weights: no place in the model for 4 tensors of the checkpoint, such as "
+    assert [
+        note
+        for note in loaded.notes
+        if note.startswith(f"{said}{name.replace('.down', '.0.down')}")
+    ]
+    assert not state(apart)[f"model.{name}"].any()

@@ -200,6 +200,10 @@ def test_a_tag_of_a_union_is_required(
     require_texts(tokenizer, schema, texts)
 
 
+def test_a_union_of_one_branch(tokenizer: Any) -> None:
+    require_texts(tokenizer, {"oneOf": [branch("cat")]}, {CAT: True, '{"x":true}': True})
+
+
 @pytest.mark.parametrize(
     "branches",
     [
@@ -253,6 +257,16 @@ def test_a_reference_through_a_union_leads_on(tokenizer: Any) -> None:
         ),
         ({"oneOf": [{"type": "integer"}, {"enum": [1]}]}, {"1": True, "7": True, '"a"': False}),
         ({"not": {"const": "a"}, "type": "string", "maxLength": 1}, {'"a"': True, '"aa"': False}),
+        (
+            {"type": "object", "patternProperties": {"^(?!x)": {"const": 1}, "^x$": {"const": 2}}}
+            | {"additionalProperties": False},
+            {'{"y":3}': True, '{"x":2}': True, '{"x":1}': False},
+        ),
+        *(
+            ({"type": "string", "pattern": pattern, "maxLength": 2}, {'"b"': True, '"bbb"': False})
+            for pattern in (r"(?<n>a)\k<n>", "(?P<n>a)(?P=n)", r"a\Z", "a(?=x)")
+        ),
+        ({"type": "string", "pattern": r"^[(?=]$"}, {'"="': True, '"b"': False}),
         (
             {"if": {"required": ["a"]}, "then": {"required": ["b"]}, "else": False}
             | {"type": "object", "properties": {"a": {"const": 1}}, "additionalProperties": False},
@@ -322,3 +336,16 @@ def test_annotations_are_left_out() -> None:
 def test_a_schema_above_the_limits_stays_above_them(schema: Any) -> None:
     with pytest.raises(RequestError, match=r"a: expected (1 to 65536 bytes|at most 64 levels), go"):
         require_small("a", without_annotations(schema))
+
+
+def test_a_part_that_references_lead_through_stays(tokenizer: Any) -> None:
+    """What llguidance says of it is true then."""
+    led = {
+        "if": {"properties": {"x": {"const": 1}}},
+        "properties": {"a": {"$ref": "#/if/properties/x"}},
+    }
+    assert "if" in read_schema(led, is_exact=False)
+    keys = {"a": {"$ref": "#/properties/c"}, "c": {"const": 1}}
+    closed = {"properties": keys, "propertyNames": {"enum": ["a"]}}
+    assert read_schema(closed)["propertyNames"] == {"enum": ["a"]}
+    assert read_schema(closed, is_exact=False)["properties"] == keys

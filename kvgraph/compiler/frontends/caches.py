@@ -89,8 +89,8 @@ class PaddedCache:
 
     Every query is scored against every slot of the rectangle, and all but its row's past is masked.
     This is portable and exact. It is slower than paging by the share of slots of other rows. A head
-    of a value that is not finite counts as zeros, and gives NaN to the queries that may see it:
-    other rows multiply it by a weight of 0.
+    of a value that is not finite counts as zeros, since other rows multiply it by a weight of 0.
+    Queries that may see it get NaN.
     """
 
     def __init__(

@@ -218,8 +218,8 @@ def of_parameters(
     for group in groups.values():
         found |= group.values(model)
     apart = {renamed: stored[name] for name, renamed in left}
-    joined, used = joined_experts(model, apart)
-    return joined | found, [name for name, renamed in left if renamed not in used]
+    joined, used = joined_experts(model, apart, found)
+    return found | joined, [name for name, renamed in left if renamed not in used]
 
 
 def language_part(stored: Mapping[str, Values]) -> dict[str, Values]:

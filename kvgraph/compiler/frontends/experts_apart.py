@@ -8,7 +8,7 @@ its parameters (transformers.integrations.moe.use_experts_implementation).
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from functools import cached_property
 from operator import attrgetter
 from typing import TypeVar
@@ -39,12 +39,12 @@ LAYERS = {
 
 
 def joined_experts(
-    model: nn.Module, apart: Mapping[str, Values]
+    model: nn.Module, apart: Mapping[str, Values], others: Container[str]
 ) -> tuple[dict[str, Values], set[str]]:
     """Values of `model`'s parameters that are made of tensors in `apart`, and these tensors' names.
 
-    `apart`: name of a tensor, as `model` would name it -> values. ModelError if tensors of a
-    parameter are missing or differ in shape.
+    `apart`: name of a tensor, as `model` would name it -> values. `others`: parameters that have
+    values already. ModelError if tensors of a parameter are missing or differ in shape.
     """
     found: dict[str, Values] = {}
     used: set[str] = set()
@@ -53,17 +53,24 @@ def joined_experts(
     for prefix, experts in model.named_modules():
         if prefix not in prefixes:
             continue
-        names = dict(_tensors_of(experts, prefix, apart))
+        names = {
+            parameter: each
+            for parameter, each in _tensors_of(experts, prefix, apart)
+            if f"{prefix}.{parameter}" not in others
+        }
         used |= {name for each in names.values() for expert in each for name in expert}
         is_interleaved = not getattr(experts, "is_concatenated", True)
         joined = {
             parameter: _Joined(_sources(each, apart), is_interleaved)
             for parameter, each in names.items()
         }
-        is_transposed = getattr(experts, "is_transposed", False) or any(
-            tuple(experts.get_parameter(parameter).shape) != each.shape
+        shapes = [
+            (tuple(experts.get_parameter(parameter).shape[1:]), each.shape[1:])
             for parameter, each in joined.items()
-        )
+            if len(each.shape) == MATRICES
+        ]
+        fits_turned = all(held == given[::-1] for held, given in shapes)
+        is_transposed = getattr(experts, "is_transposed", fits_turned)
         for parameter, each in joined.items():
             if is_transposed and len(each.shape) == MATRICES:
                 each.transpose()
@@ -99,8 +106,8 @@ def _sources(names: Sequence[Sequence[str]], apart: Mapping[str, Values]) -> lis
             )
         if apart[name].shape != first.shape:
             raise ModelError(
-                f"{apart[name].where}: expected {list(first.shape)}, the shape of {first.where}, "
-                f"got {list(apart[name].shape)}"
+                f"{apart[name].where}: expected {list(first.shape)}, as {first.where} has, got "
+                f"{list(apart[name].shape)}; one of them is damaged"
             )
     return [[apart[name] for name in expert] for expert in names]
 

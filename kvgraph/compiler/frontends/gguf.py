@@ -75,8 +75,8 @@ def _write(path: Path, folder: Path) -> None:
     config = configuration(path, reader, kind)
     matrices = {tensor.name: tensor for tensor in reader.tensors if len(tensor.shape) > 1}
     heads = [matrices[name] for name in HEADS if name in matrices]
-    linears = [each for each in matrices.values() if len(each.shape) == 2]
-    experts = [each for each in matrices.values() if len(each.shape) > 2]
+    experts = [each for name, each in matrices.items() if "_exps." in name]
+    linears = [each for name, each in matrices.items() if "_exps." not in name]
     quantized = {"quant_method": "gguf", "file": str(path), **_stored(linears)}
     quantized |= {"head": _stored(heads[:1]), "experts": _stored(experts)}
     (folder / CONFIG).write_text(json.dumps(config | {"quantization_config": quantized}))

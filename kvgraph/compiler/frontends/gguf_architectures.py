@@ -80,11 +80,13 @@ def _olmo2(given: Metadata, said: JsonObject, width: int) -> JsonObject:
 def _exaone4(given: Metadata, said: JsonObject, width: int) -> JsonObject:
     """Layers without a window have no rotary embeddings if others have one."""
     given.require("rope.dimension_count", width)
-    if not given.number("attention.sliding_window", 0):
-        return {"sliding_window": None, "layer_types": [FULL] * said["num_hidden_layers"]}
+    layers = said["num_hidden_layers"]
+    default = 4096 if layers == 64 else 0  # llama.cpp's, for the model of 32B
+    if not given.number("attention.sliding_window", default):
+        return {"sliding_window": None, "layer_types": [FULL] * layers}
     return {
-        "sliding_window": window(given, 0),
-        "layer_types": layer_types(given, said["num_hidden_layers"], 4),
+        "sliding_window": window(given, default),
+        "layer_types": layer_types(given, layers, 4),
     }
 
 

@@ -87,9 +87,9 @@ NOT_STRIPPED = ("<unk>", "<s>", "<|endoftext|>")
 """llama.cpp drops the space behind tokens of models with such names, but not behind these."""
 
 LLAMA3_SPLITS = ("llama-bpe", "llama-v3", "llama3", "falcon-h1", "falcon3", "jina-v5-nano", "lfm2")
-BEGUN = (*LLAMA3_SPLITS, "midm-2.0", "pixtral", "tekken")
+BEGIN_WITH_BOS = (*LLAMA3_SPLITS, "midm-2.0", "pixtral", "tekken")
 """Pre-tokenizers for which llama.cpp adds BOS by default."""
-WHOLE_WORDS = (*BEGUN, "glm4", "glm5")
+WHOLE_WORDS = (*BEGIN_WITH_BOS, "glm4", "glm5")
 """Pre-tokenizers for which llama.cpp ignores merges if a word is itself a token."""
 
 
@@ -126,7 +126,7 @@ def write_tokenizer(path: Path, reader: GGUFReader, folder: Path) -> None:
         raise refuse(path, "tokenizer.ggml.pre", wanted, "none" if pre is None else repr(pre))
     adds_bos = field(reader, "tokenizer.ggml.add_bos_token")
     if adds_bos is None:  # llama.cpp's default
-        adds_bos = not is_bytes or pre in BEGUN
+        adds_bos = not is_bytes or pre in BEGIN_WITH_BOS
     tokens = [str(token) for token in entries(reader, "tokenizer.ggml.tokens")]
     require_vocabulary(path, reader, is_bytes=is_bytes)
     roles = {name: field(reader, f"tokenizer.ggml.{own}_token_id") for name, own in ROLES.items()}
