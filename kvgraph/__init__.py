@@ -168,16 +168,16 @@ if TYPE_CHECKING:
 __all__ = sorted(_EXPORTS)
 
 __version__: str
-"""Version of the installed package, read on first use."""
+"""Version of the installed package, read on first use; "unknown" without its metadata."""
 
 
 if not TYPE_CHECKING:  # a type checker takes a name that does not exist for an error
 
     def __getattr__(name: str) -> object:
         if name == "__version__":
-            from importlib.metadata import version
+            from kvgraph.contract.versions import version_of
 
-            value = version("kvgraph")
+            value = version_of()
         elif name in _EXPORTS:
             value = getattr(import_module(_EXPORTS[name]), name)
         else:

@@ -22,6 +22,7 @@ from kvgraph.compiler.dump import PassDump
 from kvgraph.compiler.options import DEFAULT_PAGE_SIZE
 from kvgraph.compiler.output import require_free, settle_leftovers, staging
 from kvgraph.compiler.pipeline import Progress
+from kvgraph.contract.backends import Support, imported
 from kvgraph.contract.collectives import Collective
 from kvgraph.contract.dims import ceildiv
 from kvgraph.contract.files import as_path
@@ -29,7 +30,7 @@ from kvgraph.contract.manifest import Manifest, write_manifest
 from kvgraph.contract.params import KVCacheParams, KVCacheStrategy
 from kvgraph.contract.trees import MultiKVCacheParams
 from kvgraph.contract.values import require_integer
-from kvgraph.errors import UnsupportedError
+from kvgraph.errors import MissingDependencyError, UnsupportedError
 
 if TYPE_CHECKING:
     from torch import nn
@@ -108,8 +109,8 @@ def compile(
     - `force`: replace an artifact at `out`.
     - `progress`: called with each stage.
 
-    Raises ModelError, UnsupportedError, ParamsError, ArtifactError or CheckError (all
-    KVGraphErrors).
+    Raises ModelError, UnsupportedError, ParamsError, ArtifactError, MissingDependencyError or
+    CheckError (all KVGraphErrors).
     """
     if sys.flags.optimize > 1:
         raise UnsupportedError(
@@ -136,6 +137,9 @@ def compile(
     pipeline.require_rankable(model, tp)
     settle_leftovers(out)
     require_free(out, force=force)
+    pipeline.require_tools(request.support.tools)
+    if check and request.target.kind == "cpu":
+        _require_session(request.support)
     dump = None if dump_passes is None else PassDump(Path(dump_passes), out)
 
     with pipeline.opened(model) as source, _on_host():
@@ -278,6 +282,18 @@ def _on_host() -> Iterator[None]:
         return
     with torch.device("cpu"):
         yield
+
+
+def _require_session(support: Support) -> None:
+    """Raise MissingDependencyError if the session that the check runs is not installed."""
+    require = support.sessions[0].require
+    try:
+        if require:
+            imported(require)()
+    except MissingDependencyError as error:
+        raise MissingDependencyError(
+            f"check: {error}, or leave the check out with --no-check (check=False in Python)"
+        ) from error
 
 
 def _optional_integer(name: str, value: int | None) -> int | None:

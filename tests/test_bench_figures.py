@@ -329,7 +329,16 @@ def test_the_buffer_leaves_every_cache(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_memory_is_the_containers(tmp_path: Path) -> None:
-    whole = machine.memory(tmp_path / "none")
-    for said, expected in (("max", whole), (str(1 << 60), whole), (str(1 << 20), 1 << 20)):
-        (tmp_path / "memory.max").write_text(f"{said}\n")
-        assert machine.memory(tmp_path / "memory.max") == expected
+    whole, own = machine.memory(tmp_path, tmp_path / "none"), tmp_path / "own"
+    for group, name in (
+        ("0::/", "memory.max"),
+        ("0::/a/b", "a/memory.max"),
+        ("3:memory:/a\n0::/", "memory/a/memory.limit_in_bytes"),
+    ):
+        own.write_text(f"{group}\n")
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        for said, expected in (("max", whole), (str(1 << 60), whole), (str(1 << 20), 1 << 20)):
+            path.write_text(f"{said}\n")
+            assert machine.memory(tmp_path, own) == expected
+        path.unlink()

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
 import sys
+import tempfile
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -237,3 +239,9 @@ def test_matplotlib_missing(artifact: Path, tmp_path: Path) -> None:
     with mock.patch.dict(sys.modules, {"matplotlib": None}):
         text = refused(artifact, "--plot", tmp_path / "a.svg")
     assert text == "matplotlib: needed for --plot, not installed; pip install 'kvgraph[bench]'"
+
+
+def test_no_temporary_folder(artifact: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    none = FileNotFoundError(errno.ENOENT, "No usable temporary directory found in ['/tmp']")
+    monkeypatch.setattr(tempfile, "gettempdir", mock.Mock(side_effect=none))
+    assert refused(artifact).startswith("TMPDIR: expected a temporary folder that can be written")

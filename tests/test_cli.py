@@ -255,6 +255,19 @@ def plain(text: str) -> str:
         (MemoryError(), "memory: expected enough for this command on this machine, got too little"),
         (MemoryError("memory: expected 3, got 2"), "memory: expected 3, got 2"),
         (OSError(), "OSError"),
+        (OSError("a/b: expected 3, got 2"), "a/b: expected 3, got 2"),
+        (
+            PermissionError(1, "Operation not permitted"),
+            "system: expected a call of this command to succeed, got 'Operation not permitted'; ",
+        ),
+        (
+            OSError(24, "Too many open files"),
+            "system: expected a call of this command to succeed, got 'Too many open files'; raise ",
+        ),
+        (
+            ImportError("a.so: failed to map segment from shared object"),
+            "a.so: failed to map segment from shared object; raise the limit of memory",
+        ),
         (
             FileExistsError(17, "File exists", "a/b"),
             "a/b: expected a path that can be used, got 'File exists'\n",

@@ -221,7 +221,7 @@ def workers(folder: Path) -> list[str]:
     found = []
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         with suppress(OSError):  # it has ended
-            if f"{folder}/kvgraph-bench-" in (line := path.read_text(errors="replace")):
+            if f"{folder}/kvgraph-bench." in (line := path.read_text(errors="replace")):
                 found.append(line)
     return found
 

@@ -165,6 +165,33 @@ def test_the_module_is_the_command() -> None:
     assert kvgraph.__version__ == metadata.version("kvgraph")
 
 
+WITHOUT_METADATA = """
+from importlib import metadata
+version = metadata.version
+def of_others(name):
+    if name == "kvgraph":
+        raise metadata.PackageNotFoundError(name)
+    return version(name)
+metadata.version = of_others
+from kvgraph.cli import main
+main()
+"""
+
+
+def test_a_package_without_metadata_works(tmp_path: Path) -> None:
+    """As a folder that was copied, or in a frozen program."""
+    out, model = str(tmp_path / "out"), str(ROOT / "examples/tiny-llama")
+    for arguments, said in (
+        (["--version"], "kvgraph unknown\n"),
+        (["compile", model, "-o", out, "--page-size", "16", "--no-check"], ""),
+        (["inspect", out], "kvgraph unknown ("),
+    ):
+        command = [sys.executable, "-c", WITHOUT_METADATA, *arguments]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+        assert said in done.stdout
+
+
 def test_environment_variables() -> None:
     pattern = re.compile(r"""environ(?:\.get)?[\[(]\s*["'](\w+)|getenv\(["'](\w+)""")
     sources = [*ROOT.glob("kvgraph/**/*.py"), *ROOT.glob("plugins/**/*.[ch]*")]

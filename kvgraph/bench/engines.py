@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from kvgraph.bench.machine import thread_environment
+from kvgraph.contract.leftovers import scratch
 from kvgraph.contract.plain import JsonObject
 
 WORKER = Path(__file__).with_name("worker.py")
@@ -124,10 +125,10 @@ def _run_process(
 ) -> str | None:
     """Run one worker from start to end; return the reason of a failure, or None."""
     progress("preparing the model" if job["phase"] == "prepare" else "starting")
-    with tempfile.TemporaryDirectory(prefix="kvgraph-bench-") as folder:
-        path = Path(folder, "job.json")
+    with scratch("bench") as folder:
+        path = folder / "job.json"
         path.write_text(json.dumps(job))
-        log = Path(folder, "log")
+        log = folder / "log"
         with log.open("wb") as file, _worker(spec, path, file, job["threads"]) as process:
             began = time.monotonic()
             expired = threading.Event()

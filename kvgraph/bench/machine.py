@@ -8,9 +8,7 @@ from pathlib import Path
 
 from kvgraph.contract.devices import first_processor, processors
 from kvgraph.errors import RequestError
-from kvgraph.runtime.machine import TOPOLOGY, default_threads
-
-CGROUP = Path("/sys/fs/cgroup/memory.max")
+from kvgraph.runtime.machine import CGROUPS, OWN_CGROUPS, TOPOLOGY, default_threads, memory_limit
 
 
 def check_threads(threads: int | None) -> int:
@@ -54,13 +52,11 @@ def _caches(processor: Path) -> list[tuple[int, str]]:
     return found
 
 
-def memory(limit: Path = CGROUP) -> int:
+def memory(cgroups: Path = CGROUPS, own: Path = OWN_CGROUPS) -> int:
     """Bytes of memory of the machine, or of the container if its limit is lower."""
     whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    try:
-        return min(whole, int(limit.read_text()))
-    except (OSError, ValueError):  # none, or "max"
-        return whole
+    limit = memory_limit(cgroups, own)
+    return whole if limit is None else min(whole, limit)
 
 
 def describe() -> dict[str, object]:

@@ -20,6 +20,7 @@ from kvgraph.contract.devices import Target
 from kvgraph.contract.manifest import Manifest
 from kvgraph.contract.plain import JsonObject
 from kvgraph.contract.trees import params_from_layout
+from kvgraph.contract.versions import version_of
 from kvgraph.errors import MissingDependencyError, ModelError, RequestError
 from kvgraph.runtime import artifact as artifacts
 from kvgraph.runtime.artifact import Artifact
@@ -148,7 +149,7 @@ def _session_step_tokens(manifest: Manifest) -> int:
 def _versions(backend: str) -> dict[str, str]:
     """Versions of kvgraph and of the backend's packages. They are read here and not in the
     engine's process, where that would take 3 MB."""
-    found = {"kvgraph": metadata.version("kvgraph")}
+    found = {"kvgraph": version_of()}
     for package in find_backend(backend).packages:
         with suppress(metadata.PackageNotFoundError):
             found[package] = metadata.version(package)

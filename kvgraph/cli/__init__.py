@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+import errno
 import os
 import stat
 import sys
@@ -28,6 +29,7 @@ from kvgraph.cli import (
 from kvgraph.cli.console import stderr, stdout
 from kvgraph.cli.usage import UsageError, is_help, sentence
 from kvgraph.contract.files import NO_ROOM
+from kvgraph.contract.loading import next_step, with_step
 from kvgraph.errors import KVGraphError
 
 app = typer.Typer(
@@ -70,11 +72,19 @@ def main() -> None:
     except (KVGraphError, OSError, MemoryError) as error:
         stderr.print(f"kvgraph: {_said(error)}", soft_wrap=True)
         sys.exit(2)
+    except ImportError as error:
+        if not next_step(str(error), ""):
+            raise
+        stderr.print(f"kvgraph: {with_step(str(error), str(error))}", soft_wrap=True)
+        sys.exit(2)
     except typer.Abort:
         sys.exit(1)
     except KeyboardInterrupt:
         sys.exit(130)
     sys.exit(code or 0)
+
+
+FILTERS = "see the filters of system calls and the capabilities of this process"
 
 
 def _said(error: Exception) -> str:
@@ -90,6 +100,10 @@ def _said(error: Exception) -> str:
             return f"{path}: expected a path that can be used, got {error.strerror!r}"
         if error.errno in NO_ROOM and _is_full(sys.stdout):
             return f"stdout: expected to write all of it, got {error.strerror!r}"
+        if error.strerror is not None:
+            said = f"system: expected a call of this command to succeed, got {error.strerror!r}"
+            is_refused = error.errno in (errno.EPERM, errno.ENOSYS)
+            return f"{said}; {FILTERS}" if is_refused else with_step(said, error.strerror)
     return str(error) or type(error).__name__
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-import tempfile
 import threading
 import time
 from contextlib import ExitStack
@@ -18,6 +17,7 @@ from rich.console import Console
 from kvgraph.cli.console import stderr, terminable, write_json
 from kvgraph.cli.options import Json
 from kvgraph.contract.files import replacing, require_replaceable
+from kvgraph.contract.leftovers import scratch
 from kvgraph.contract.plain import to_json
 from kvgraph.errors import RequestError
 
@@ -113,7 +113,7 @@ def bench(
     if plot is not None:
         check_plot(plot)
     with terminable(), ExitStack() as stack:
-        work = peer_models or Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        work = peer_models or stack.enter_context(scratch("bench-models"))
         try:
             work.mkdir(parents=True, exist_ok=True)
         except OSError as error:

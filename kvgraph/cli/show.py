@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +18,7 @@ from kvgraph.contract.mixtures import Mixture
 from kvgraph.contract.params import KVCacheStrategy
 from kvgraph.contract.plain import from_plain
 from kvgraph.contract.sizes import size_text
+from kvgraph.contract.versions import UNKNOWN, version_of
 from kvgraph.errors import ArtifactError
 from kvgraph.plural import plural
 
@@ -138,7 +138,7 @@ def passes(manifest: Manifest) -> Iterator[str]:
 
     found = {entry.name: entry for entry in manifest.passes}
     listed = tuple(PASSES.get((manifest.target.partition(":")[0], manifest.backend), ()))
-    is_ours = manifest.kvgraph_version == metadata.version("kvgraph")
+    is_ours = UNKNOWN != manifest.kvgraph_version == version_of()
     if not is_ours or not found.keys() <= {each.name for each in listed}:
         yield from (f"pass {entry.name}: {_applied(entry)}" for entry in manifest.passes)
         return

@@ -6,7 +6,6 @@ import filecmp
 import hashlib
 import shutil
 from collections.abc import Mapping
-from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -24,6 +23,7 @@ from kvgraph.contract.manifest import (
     write_manifest,
 )
 from kvgraph.contract.plain import to_json
+from kvgraph.contract.versions import version_of
 from kvgraph.ops.header import ABI_VERSION
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ def emit(
     files = hash_all(folder)
     manifest = Manifest(
         schema_version=SCHEMA_VERSION,
-        kvgraph_version=metadata.version("kvgraph"),
+        kvgraph_version=version_of(),
         op_abi_version=ABI_VERSION,
         model=ModelInfo(
             model.architecture,
@@ -97,7 +97,7 @@ def emit(
         notes=[*notes, *lowered.notes],
         files=files,
         nondeterministic_files=lowered.nondeterministic_files,
-        tools={name: metadata.version(name) for name in backend.targets[target.kind].tools},
+        tools={name: version_of(name) for name in backend.targets[target.kind].tools},
         engine=lowered.engine,
         collectives=collectives,
         mixtures=lowered.mixtures,

@@ -5,19 +5,18 @@
                                    replaced/  the old artifact, until it is removed; it is moved
                                               back only while made/ exists too
 
-The live process holds a lock on `owner`. The system releases it if the process is killed, on any
-machine and in any container. A staging folder without that file, or with a locked one, is not
-touched. Only files of artifacts and of staging folders are removed.
+The live process holds a lock on `owner` (`contract/leftovers.py`). A staging folder without that
+file, or with a locked one, is not touched. Only files of artifacts and of staging folders are
+removed.
 """
 
 from __future__ import annotations
 
 import ctypes
 import errno
-import fcntl
-import json
 import os
 import shutil
+import stat
 import tempfile
 import warnings
 from collections.abc import Collection, Iterator
@@ -25,15 +24,13 @@ from contextlib import contextmanager, suppress
 from pathlib import Path, PurePosixPath
 
 from kvgraph.contract.files import can_read, can_write, kind_of, naming, require_utf8
+from kvgraph.contract.leftovers import MADE, OWNER, owned, unowned
 from kvgraph.contract.manifest import MANIFEST_NAME, listed_names
 from kvgraph.errors import ArtifactError
 
 PREFIX = ".kvgraph-staging."
-OWNER, MADE, REPLACED = "owner", "made", "replaced"
+REPLACED = "replaced"
 MARKER = {"kvgraph": "staging"}
-
-NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)
-"""Errors of file systems without locks. Leftovers stay there, because no owner is known dead."""
 
 NO_SYNC = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EACCES)
 """Errors of file systems without fsync, and of folders that cannot be read."""
@@ -107,23 +104,16 @@ def staging(out: Path, *, force: bool) -> Iterator[Path]:
     out.parent.mkdir(parents=True, exist_ok=True)
     settle_leftovers(out)
     folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=out.parent))
-    owner = os.open(folder / OWNER, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
-    try:
-        _lock(owner)
-        os.write(owner, json.dumps(MARKER | {"output": out.name}).encode())
-        _require_movable(out, folder)
-        made = folder / MADE
-        made.mkdir()
-        with naming(out):
+    with naming(out), owned(folder, MARKER | {"output": out.name}):
+        try:
+            _require_movable(out, folder)
+            made = folder / MADE
+            made.mkdir()
             yield made
             _follow_umask(made)
             _replace(out, folder, require_free(out, force=force))
-    finally:
-        try:
-            with naming(out):
-                _settle(folder, out)
         finally:
-            os.close(owner)
+            _settle(folder, out)
 
 
 def absolute(out: Path) -> Path:
@@ -193,14 +183,6 @@ def _folders(names: Collection[str]) -> set[str]:
     return {parent for parent in parents if parent != "."}
 
 
-def _lock(owner: int) -> None:
-    try:
-        fcntl.flock(owner, fcntl.LOCK_EX)
-    except OSError as error:
-        if error.errno not in NO_LOCKS:
-            raise
-
-
 def _require_movable(out: Path, full: Path) -> None:
     """Raise ArtifactError if the file system cannot move the artifact `out`.
 
@@ -222,7 +204,7 @@ def _follow_umask(made: Path) -> None:
     only their user can read."""
     mode = made.stat().st_mode & 0o666
     for path in made.rglob("*"):
-        if path.is_file():
+        if path.is_file() and stat.S_IMODE(path.stat().st_mode) != mode:
             path.chmod(mode)
 
 
@@ -276,16 +258,10 @@ def _exchange(one: Path, other: Path) -> bool:
 
 def _settle_leftover(folder: Path) -> None:
     """`_settle` a killed process's staging folder. Do nothing if its owner is alive or unknown."""
-    with suppress(OSError, ValueError, KeyError, TypeError):
-        owner = os.open(folder / OWNER, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK)
-        try:
-            fcntl.flock(owner, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            said = json.loads(os.read(owner, 1 << 16))
-            name = Path(said.pop("output")).name
-            if said == MARKER and name and not folder.is_symlink():
-                _settle(folder, folder.parent / name)
-        finally:
-            os.close(owner)
+    with suppress(OSError, ValueError, KeyError, TypeError), unowned(folder) as said:
+        name = Path(said.pop("output")).name
+        if said == MARKER and name and not folder.is_symlink():
+            _settle(folder, folder.parent / name)
 
 
 def _settle(folder: Path, out: Path) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +25,7 @@ from kvgraph.compiler.targets import Lowered
 from kvgraph.contract.backends import imported
 from kvgraph.contract.devices import virtual_devices
 from kvgraph.contract.dtypes import ACTIVATIONS, WEIGHT_BITS
+from kvgraph.contract.loading import unimportable
 from kvgraph.contract.params import (
     KVCacheParams,
     KVCacheStrategy,
@@ -41,6 +43,9 @@ if TYPE_CHECKING:
     from kvgraph.compiler.traced import Traced
 
 Progress = Callable[[str], None]
+
+COMPILE_EXTRA = ("torch", "transformers", "onnx", "onnx-ir", "onnxscript")
+"""Distributions of the extra `compile` whose versions an artifact names."""
 
 
 def require_rankable(model: str | Path | nn.Module, ranks: int) -> None:
@@ -85,7 +90,7 @@ def load_model(
     """
     if dtype is not None and dtype not in ACTIVATIONS:
         raise UnsupportedError(f"dtype: expected one of {list(ACTIVATIONS)}, got {dtype!r}")
-    _require_torch()
+    _fit_threads()
     from kvgraph.compiler.frontends import huggingface, module
 
     if not isinstance(model, Path):
@@ -129,13 +134,22 @@ def load_model(
     return loaded, notes
 
 
-def _require_torch() -> None:
+def require_tools(tools: Sequence[str]) -> None:
+    """Raise MissingDependencyError if one of `tools`, distributions, is not installed though it is
+    of the extra `compile`. It does not import them."""
+    for tool in tools:
+        if tool in COMPILE_EXTRA and find_spec(tool.replace("-", "_")) is None:
+            raise MissingDependencyError(
+                f"{tool}: needed to compile, not installed; pip install 'kvgraph[compile]'"
+            )
+
+
+def _fit_threads() -> None:
     try:
         import torch
-    except ImportError as error:
-        raise MissingDependencyError(
-            "torch: needed to compile, not installed; pip install 'kvgraph[compile]'"
-        ) from error
+    except (ImportError, OSError) as error:
+        install = "pip install 'kvgraph[compile]'"
+        raise unimportable("torch", "needed to compile", error, install) from error
     if threads := fitting_threads(None):
         torch.set_num_threads(threads)
 

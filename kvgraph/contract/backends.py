@@ -26,11 +26,14 @@ class Runner:
     """A session that runs artifacts: `entry(artifact)` makes the session.
 
     `threads`: the session computes on the CPU, and `entry(artifact, num_threads)` makes it.
+    `require()` raises MissingDependencyError if a package of the session is not installed; a
+    compile with a check on the CPU calls it first.
     """
 
     name: str
     entry: str
     threads: bool = False
+    require: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,6 +105,7 @@ OURS = (
                         name="onnxruntime",
                         entry="kvgraph.runtime.sessions.onnxruntime:OnnxRuntimeSession",
                         threads=True,
+                        require="kvgraph.runtime.sessions.onnxruntime:import_onnxruntime",
                     ),
                     REFERENCE,
                 ),

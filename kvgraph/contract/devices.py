@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -44,7 +45,7 @@ HOST = LogicalDevice("host")
 
 def processors() -> list[int]:
     """Numbers of the processors that this process may use; all if the system does not say."""
-    if hasattr(os, "sched_getaffinity"):
+    with suppress(AttributeError, OSError):  # macOS, a filter of system calls
         return sorted(os.sched_getaffinity(0))
     return list(range(os.cpu_count() or 1))
 

@@ -23,6 +23,7 @@ import numpy as np
 from kvgraph.contract.devices import require_flags
 from kvgraph.contract.dims import Array
 from kvgraph.contract.dtypes import DTYPES
+from kvgraph.contract.loading import next_step
 from kvgraph.errors import KernelError
 from kvgraph.ops.header import ABI_VERSION, DTYPE_CODES
 from kvgraph.ops.spec import Operand, OpSpec
@@ -121,7 +122,7 @@ def opened(
         why = str(error).removeprefix(f"{path}: ")
         raise KernelError(
             f"{path}: expected a library of this kvgraph package, got one that cannot be opened "
-            f"({why}); install it again: {INSTALL}"
+            f"({why}); {next_step(why, f'install it again: {INSTALL}')}"
         ) from error
     version.restype = ctypes.c_uint32
     if (found := int(version())) != abi_version:

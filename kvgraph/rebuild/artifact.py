@@ -18,6 +18,7 @@ from pathlib import Path
 
 from kvgraph.compiler import emit
 from kvgraph.compiler.output import require_free, settle_leftovers, staging
+from kvgraph.compiler.pipeline import require_tools
 from kvgraph.compiler.targets.tensorrt import engine as trt_engine
 from kvgraph.compiler.targets.tensorrt.engine import (
     BY_TORCH,
@@ -41,6 +42,9 @@ from kvgraph.errors import ArtifactError, MissingDependencyError, UnsupportedErr
 
 Progress = Callable[[str], None]
 
+TOOLS = ("torch", "onnx", "onnx-ir")
+"""Distributions that `kvgraph.compiler.targets.tensorrt.lower` imports."""
+
 
 def rebuild(
     artifact: str | Path,
@@ -54,9 +58,10 @@ def rebuild(
 
     The engine has the profiles of the artifact's engine. `out` appears whole or not at all.
     `target`: default: this machine's GPU for an enterprise TensorRT, else the artifact's target.
-    ArtifactError: `artifact` is damaged or not for TensorRT. MissingDependencyError: no TensorRT is
-    installed to build with.
+    ArtifactError: `artifact` is damaged or not for TensorRT. MissingDependencyError: TensorRT,
+    torch or onnx is not installed.
     """
+    require_tools(TOOLS)
     folder, out = as_path("artifact", artifact), as_path("out", out)
     settle_leftovers(out)
     manifest = read_manifest(folder)

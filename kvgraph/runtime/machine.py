@@ -61,18 +61,37 @@ def quota_threads(cgroups: Path = CGROUPS, own: Path = OWN_CGROUPS) -> int | Non
     Read from `cpu.max` (cgroup v2) or `cpu.cfs_quota_us` (v1): Linux, admin-guide/cgroup-v2 and
     scheduler/sched-bwc.
     """
-    found: list[float] = []
+    found = [each for group in _groups("cpu", cgroups, own) for each in _granted(group)]
+    least = math.ceil(min(found)) if found else None
+    return least if least is not None and least < len(processors()) else None
+
+
+def memory_limit(cgroups: Path = CGROUPS, own: Path = OWN_CGROUPS) -> int | None:
+    """Bytes of memory that the control groups grant the process (a container's `--memory`). None:
+    no bound.
+
+    Read from `memory.max` (cgroup v2) or `memory.limit_in_bytes` (v1): Linux, admin-guide/cgroup-v2
+    and cgroup-v1/memory.
+    """
+    found: list[int] = []
+    for group in _groups("memory", cgroups, own):
+        for name in ("memory.max", "memory.limit_in_bytes"):
+            with suppress(OSError, ValueError):  # none, or "max"
+                found.append(int((group / name).read_text()))
+    return min(found, default=None)
+
+
+def _groups(controller: str, cgroups: Path, own: Path) -> Iterator[Path]:
+    """Yield the folders of the control groups in which `controller` bounds the process."""
     with suppress(OSError, ValueError):
         for line in own.read_text().splitlines():
             _, controllers, path = line.split(":", 2)
-            if controllers and "cpu" not in controllers.split(","):
+            if controllers and controller not in controllers.split(","):
                 continue
-            root = cgroups / "cpu" if controllers else cgroups
+            root = cgroups / controller if controllers else cgroups
             for folder in (root / path.strip("/"), *(root / path.strip("/")).parents):
                 if folder.is_relative_to(root):
-                    found += _granted(folder)
-    least = math.ceil(min(found)) if found else None
-    return least if least is not None and least < len(processors()) else None
+                    yield folder
 
 
 def _granted(group: Path) -> Iterator[float]:

@@ -7,6 +7,7 @@ import gc
 import os
 import sys
 import threading
+import warnings
 from collections.abc import Callable
 from contextlib import suppress
 from threading import Thread
@@ -98,6 +99,15 @@ async def step_behind(engine: AsyncEngine, nice: int) -> None:
 def _add_niceness(nice: int) -> None:
     """Add niceness to the calling thread, and to threads that it starts later.
 
-    See sched(7): niceness is per thread only on Linux, so other systems are left unchanged."""
+    See sched(7): niceness is per thread only on Linux, so other systems are left unchanged. If the
+    system refuses the call, as a filter of system calls does, the niceness stays, with a warning.
+    """
     if nice and sys.platform == "linux":
-        os.setpriority(os.PRIO_PROCESS, 0, min(19, os.getpriority(os.PRIO_PROCESS, 0) + nice))
+        try:
+            os.setpriority(os.PRIO_PROCESS, 0, min(19, os.getpriority(os.PRIO_PROCESS, 0) + nice))
+        except OSError as error:
+            warnings.warn(
+                "niceness: expected setpriority to change it for threads that compute, got "
+                f"{error.strerror!r}; answers may be later; allow the call, or give --nice 0",
+                stacklevel=1,
+            )

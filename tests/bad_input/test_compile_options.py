@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -219,3 +219,63 @@ def test_python_without_docstrings(model_folder: ModelFolder, tmp_path: Path) ->
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     message = "expected Python with docstrings, which transformers reads, got -OO; use -O"
     assert (done.returncode, done.stderr) == (2, f"kvgraph: compile: {message}\n")
+
+
+@pytest.mark.parametrize("tool", ["torch", "transformers", "onnx", "onnx-ir", "onnxscript"])
+@pytest.mark.parametrize("options", [(), ("--from-artifact",)])
+def test_a_tool_that_is_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tool: str, options: Sequence[str]
+) -> None:
+    """It is named before the model is read: here none is there. Engines need fewer tools."""
+    monkeypatch.setitem(sys.modules, tool.replace("-", "_"), None)
+    done = run("compile", *options, tmp_path / "none", "-o", tmp_path / "out")
+    needed = not options or tool in ("torch", "onnx", "onnx-ir")
+    message = f"{tool}: needed to compile, not installed; pip install 'kvgraph[compile]'"
+    assert (done.err == f"kvgraph: {message}\n") == needed, done.err
+    assert (done.code, os.listdir(tmp_path)) == (2, [])
+
+
+IMPORTS = """
+import sys
+for name in ("torch", "transformers", "onnx", "onnx_ir", "onnxscript", "onnxruntime"):
+    sys.modules[name] = None
+from kvgraph.cli import main
+main()
+"""
+
+
+def test_an_engine_without_what_compiles(tmp_path: Path) -> None:
+    """On a base install; modules that earlier tests imported would hide an import."""
+    command = [sys.executable, "-c", IMPORTS, "compile", "--from-artifact", "none", "-o", "out"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
+    message = "torch: needed to compile, not installed; pip install 'kvgraph[compile]'"
+    assert (done.returncode, done.stderr) == (2, f"kvgraph: {message}\n")
+
+
+def test_a_check_needs_the_session(
+    tmp_path: Path, model_folder: ModelFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "onnxruntime", None)
+    done = run("compile", tmp_path / "none", "-o", tmp_path / "out")
+    message = (
+        "check: onnxruntime: needed to run this artifact, not installed; pip install "
+        "'kvgraph[onnx]', or leave the check out with --no-check (check=False in Python)"
+    )
+    assert (done.code, done.err) == (2, f"kvgraph: {message}\n")
+    kvgraph.compile(model_folder("tiny-llama"), tmp_path / "out", page_size=16, check=False)
+
+
+def test_a_torch_that_cannot_be_imported(tmp_path: Path) -> None:
+    (tmp_path / "torch.py").write_text(
+        "raise OSError('libc10.so: failed to map segment from shared object')"
+    )
+    code = (
+        f"import sys; sys.path.insert(0, {str(tmp_path)!r}); from kvgraph.cli import main; main()"
+    )
+    command = [sys.executable, "-c", code, "compile", "none", "-o", str(tmp_path / "out")]
+    done = subprocess.run([*command, "--no-check"], capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[-1].startswith(
+        "kvgraph: torch: needed to compile, installed, and it cannot be imported"
+    )
+    assert "raise the limit of memory" in done.stderr

@@ -267,3 +267,22 @@ def test_permissions_follow_the_umask(tmp_path: Path, mask: int) -> None:
     for path in [tmp_path / "out", *(tmp_path / "out").rglob("*")]:
         wanted = (0o777 if path.is_dir() else 0o666) & ~mask
         assert path.stat().st_mode & 0o777 == wanted, path
+
+
+def test_a_file_system_that_refuses_chmod(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files that have the right permissions already need none."""
+    refused = PermissionError(errno.EPERM, "Operation not permitted")
+    monkeypatch.setattr(Path, "chmod", mock.Mock(side_effect=refused))
+    with staging(tmp_path / "out", force=False) as made:
+        (made / "a").write_text("made")
+    assert (tmp_path / "out/a").read_text() == "made"
+
+
+def test_no_room_for_the_first_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    full = OSError(errno.ENOSPC, "No space left on device")
+    monkeypatch.setattr(os, "write", mock.Mock(side_effect=full))
+    with pytest.raises(
+        ArtifactError, match=r"out: expected to write all of it, got 'No space left"
+    ):
+        staging(tmp_path / "out", force=False).__enter__()
+    assert list(tmp_path.iterdir()) == []

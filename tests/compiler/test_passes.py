@@ -8,9 +8,11 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from importlib import metadata
 from inspect import signature
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 from rich.console import Console
@@ -124,10 +126,15 @@ def test_inspect_prints_the_list(compiled: Callable[..., Path]) -> None:
     ]
 
 
+@pytest.mark.parametrize("version", ["0.0.1", "unknown"])
 def test_inspect_says_of_another_version_what_its_manifest_says(
-    compiled: Callable[..., Path],
+    compiled: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, version: str
 ) -> None:
-    manifest = replace(read_manifest(compiled("tiny-llama")), kvgraph_version="0.0.1")
+    if version == "unknown":
+        monkeypatch.setattr(
+            metadata, "version", mock.Mock(side_effect=metadata.PackageNotFoundError)
+        )
+    manifest = replace(read_manifest(compiled("tiny-llama")), kvgraph_version=version)
     names = [entry.name for entry in manifest.passes]
     assert [line.split()[1] for line in shown(manifest)] == [f"{name}:" for name in names]
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -95,3 +98,9 @@ def test_bad_devices() -> None:
 def test_logical_devices_are_text_in_a_manifest() -> None:
     for logical in (HOST, Device("cpu").logical, Device("cuda:3").logical):
         assert parse_logical(str(logical)) == logical
+
+
+def test_processors_where_the_system_does_not_tell_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    refused = PermissionError(errno.EPERM, "Operation not permitted")
+    monkeypatch.setattr(os, "sched_getaffinity", mock.Mock(side_effect=refused))
+    assert devices.processors() == list(range(os.cpu_count() or 1))

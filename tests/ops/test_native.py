@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import ctypes
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
 
 from kvgraph.contract import devices
-from kvgraph.errors import DeviceError
+from kvgraph.errors import DeviceError, KernelError
 from kvgraph.ops import STORE_KV, native
+from kvgraph.ops.native import INSTALL
 from tests.runtime.test_faults import Fault, lines_of, traced
 
 
@@ -50,3 +54,15 @@ def test_no_library_of_kernels_is_loaded_by_a_processor_that_cannot_run_it(
         with pytest.raises(DeviceError, match=rf"libkvgraph_{name}: .* got one without avx2, bmi2"):
             native.library_path(name)
     assert native.library_path("cuda").exists()
+
+
+@pytest.mark.parametrize(
+    ("why", "step"),
+    [("failed to map segment from shared object", "ulimit -v"), ("invalid ELF header", INSTALL)],
+)
+def test_a_library_that_cannot_be_opened(
+    monkeypatch: pytest.MonkeyPatch, why: str, step: str
+) -> None:
+    monkeypatch.setattr(ctypes, "CDLL", mock.Mock(side_effect=OSError(f"a.so: {why}")))
+    with pytest.raises(KernelError, match=rf"^a\.so: .* cannot be opened \({why}\); .*{step}"):
+        native.opened(Path("a.so"))

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -21,6 +23,7 @@ import torch
 import kvgraph
 from kvgraph.errors import ArtifactError, MissingDependencyError
 from kvgraph.runtime.sessions import onnxruntime as sessions
+from kvgraph.runtime.sessions.opening import opening
 from tests.bad_input.damage import edit_manifest
 from tests.support.artifacts import rehash
 
@@ -168,6 +171,16 @@ def test_an_onnx_runtime_that_is_too_old_for_our_ops() -> None:
         sessions.register_ops(Options())
 
 
+def test_a_limit_that_a_framework_meets_is_named() -> None:
+    with (
+        pytest.raises(
+            ArtifactError, match=r"refuses \(RuntimeError: .*; raise .* \(`ulimit -n`\)$"
+        ),
+        opening(Path("model.pt2"), "torch"),
+    ):
+        raise RuntimeError("filesystem error: Too many open files")
+
+
 def test_an_onnx_runtime_that_cannot_be_imported(artifact: Path, tmp_path: Path) -> None:
     (tmp_path / "onnxruntime.py").write_text("raise ImportError('built for another NumPy')")
     code = f"import kvgraph; kvgraph.load({str(artifact)!r}).session()"
@@ -301,21 +314,34 @@ def test_a_program_for_cuda_of_another_page_size(compiled: Compiled, tmp_path: P
         load_program(Artifact(folder, verify(folder).manifest), gpu)
 
 
-@pytest.mark.parametrize("why", ["No space left on device", "failed to map segment"])
+@pytest.mark.parametrize(
+    ("error", "step"),
+    [
+        (errno.ENOSPC, "set TMPDIR to such a folder$"),
+        (errno.EMFILE, r"raise .* \(`ulimit -n`\)$"),
+        (errno.EFBIG, r"raise .* \(`ulimit -f`\)$"),
+        (None, "set TMPDIR to such a folder, or raise the limit of memory"),
+    ],
+)
 def test_a_temporary_folder_that_cannot_hold_a_program(
-    compiled: Compiled, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, why: str
+    compiled: Compiled,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    error: int | None,
+    step: str,
 ) -> None:
     """It is named, and not the program; nothing is left there."""
+    why = "failed to map segment" if error is None else os.strerror(error)
 
     def fail(*arguments: Any) -> None:
-        raise OSError(28, why) if why.startswith("No") else RuntimeError(f"a.so: {why}")
+        raise RuntimeError(f"a.so: {why}") if error is None else OSError(error, why)
 
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    if why.startswith("No"):
-        monkeypatch.setattr(zipfile.ZipFile, "extractall", fail)
-    else:
+    if error is None:
         monkeypatch.setattr(torch._C._aoti, "AOTIModelPackageLoader", fail)
-    message = rf"{tmp_path}: expected a temporary folder with room for .* got '{why}'; set TMPDIR"
+    else:
+        monkeypatch.setattr(zipfile.ZipFile, "extractall", fail)
+    message = rf"{tmp_path}: expected a temporary folder with room for .* got '{why}'; {step}"
     with pytest.raises(ArtifactError, match=message):
         kvgraph.load(compiled("tiny-llama", "torch")).session()
     assert list(tmp_path.iterdir()) == []

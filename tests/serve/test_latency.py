@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import gc
 import os
 import sys
@@ -12,6 +13,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from queue import SimpleQueue
+from unittest import mock
 
 import pytest
 
@@ -65,6 +67,16 @@ def test_threads_inherit_it_and_the_caller_keeps_its_own(artifact: Path) -> None
             return await engine.call(own_niceness)
 
     assert asyncio.run(of_steps()) == own + 3
+
+
+def test_a_niceness_that_the_system_refuses_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a filter of system calls does: SystemCallFilter=~@resources of systemd."""
+    refused = PermissionError(errno.EPERM, "Operation not permitted")
+    monkeypatch.setattr(os, "setpriority", mock.Mock(side_effect=refused))
+    with pytest.warns(
+        UserWarning, match=r"^niceness: .* got 'Operation not permitted'; .*--nice 0"
+    ):
+        assert asyncio.run(make_behind(lambda: "made", 10)) == "made"
 
 
 def test_what_make_raises_is_raised() -> None:

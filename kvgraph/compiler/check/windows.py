@@ -7,7 +7,7 @@ from pathlib import Path
 
 import onnx
 
-from kvgraph.compiler.targets.onnx import MODEL_NAME
+from kvgraph.compiler.targets import ONNX_NAME
 from kvgraph.ops import OPSET_DOMAIN
 
 
@@ -18,7 +18,7 @@ def with_windows_cut(folder: Path, out: Path, most: int) -> Path:
     for path in paths:
         copy = out / path.relative_to(folder)
         copy.parent.mkdir(exist_ok=True)
-        if path.name == MODEL_NAME:
+        if path.name == ONNX_NAME:
             copy.write_bytes(_with_windows_cut(path, most))
         else:
             os.link(path, copy)  # a reader may refuse links out of the folder

@@ -7,7 +7,6 @@ in llama.cpp's code, make the whole configuration.
 from __future__ import annotations
 
 import json
-import tempfile
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -32,6 +31,7 @@ from kvgraph.compiler.frontends.gguf_file import (
 )
 from kvgraph.compiler.frontends.gguf_tokenizer import ENDS, ROLES, write_tokenizer
 from kvgraph.contract.generation import GENERATION
+from kvgraph.contract.leftovers import scratch
 from kvgraph.errors import UnsupportedError
 
 if TYPE_CHECKING:
@@ -64,9 +64,9 @@ def as_folder(model: Path) -> Iterator[Path]:
     if not (model.is_file() and is_gguf(model)):
         yield model
         return
-    with tempfile.TemporaryDirectory(prefix="kvgraph-gguf-") as name, told_of(model, name):
-        _write(model.absolute(), Path(name))
-        yield Path(name)
+    with scratch("gguf") as folder, told_of(model, str(folder)):
+        _write(model.absolute(), folder)
+        yield folder
 
 
 def _write(path: Path, folder: Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import re
-import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from kvgraph.compiler.checkpoint_files import CONFIG, require_fetched
 from kvgraph.compiler.frontends.folder import GGUF_INSTEAD
 from kvgraph.compiler.frontends.refusals import first_line
 from kvgraph.compiler.quiet import quiet_loggers
+from kvgraph.contract.leftovers import scratch
 from kvgraph.errors import KVGraphError, MissingDependencyError, ModelError, UnsupportedError
 from kvgraph.signal_handlers import reraise_if_signalled
 
@@ -283,11 +283,10 @@ def alone(path: Path) -> Iterator[Path]:
     In the file's own folder it would prefer a tokenizer.json to the file's tokenizer.
     ModelError if it cannot be read.
     """
-    folder = tempfile.TemporaryDirectory(prefix="kvgraph-gguf-")
-    with quiet_loggers("transformers"), folder as name:
-        (Path(name) / path.name).symlink_to(path.absolute())
+    with quiet_loggers("transformers"), scratch("gguf") as folder:
+        (folder / path.name).symlink_to(path.absolute())
         with converting(path, "tokenizer"):
-            yield Path(name)
+            yield folder
 
 
 def generation(reader: GGUFReader) -> dict[str, object]:

@@ -11,7 +11,7 @@ from kvgraph.compiler.passes import PassReport
 from kvgraph.contract.manifest import EngineInfo
 from kvgraph.contract.mixtures import Mixture
 
-WEIGHTS_NAME = "weights.safetensors"
+WEIGHTS_NAME, ONNX_NAME = "weights.safetensors", "model.onnx"
 
 BUILD_LOG_NAME = "build.json"
 """Name of the file with durations of a build. It differs each time, so it is not hashed."""

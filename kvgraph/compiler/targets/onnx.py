@@ -29,7 +29,7 @@ from kvgraph.compiler.passes.parameters import tensor_of
 from kvgraph.compiler.passes.token_functions import CASTS, LAYOUT, packet
 from kvgraph.compiler.quiet import quiet_loggers
 from kvgraph.compiler.sources import place
-from kvgraph.compiler.targets import WEIGHTS_NAME, Lowered
+from kvgraph.compiler.targets import ONNX_NAME, WEIGHTS_NAME, Lowered
 from kvgraph.compiler.targets.core_aten import to_core_aten
 from kvgraph.compiler.targets.weights import write_safetensors
 from kvgraph.compiler.traced import Traced
@@ -42,7 +42,6 @@ from kvgraph.ops.onnx_ops import translation_table
 from kvgraph.signal_handlers import reraise_if_signalled
 
 OPSET, IR_VERSION = 23, 10
-MODEL_NAME = "model.onnx"
 aten = torch.ops.aten
 ON_BFLOAT16 = {*CASTS, *LAYOUT, *MADE, *SIZES, aten.embedding} - {
     *(aten.expand, aten.repeat, aten.repeat_interleave),
@@ -273,16 +272,16 @@ def _save(model: ir.Model, folder: Path, weights: Weights, most: int, own: Set[s
             name=name,
             base_dir=folder,
         )
-    ir.save(model, folder / MODEL_NAME)
+    ir.save(model, folder / ONNX_NAME)
 
 
 def require_valid(folder: Path) -> None:
     """Raise UnsupportedError if ONNX's checker refuses the graph: types, shapes or operators."""
     try:
-        onnx.checker.check_model(str(folder / MODEL_NAME), full_check=True)
+        onnx.checker.check_model(str(folder / ONNX_NAME), full_check=True)
     except (onnx.checker.ValidationError, onnx.shape_inference.InferenceError) as error:
         raise UnsupportedError(
-            f"{MODEL_NAME}: expected a graph that ONNX's checker accepts, "
+            f"{ONNX_NAME}: expected a graph that ONNX's checker accepts, "
             f"got one that it refuses: {str(error).strip().splitlines()[0]}"
         ) from error
 

@@ -19,7 +19,7 @@ import onnx_ir as ir
 from onnx import numpy_helper
 
 from kvgraph.compiler.passes.lists import PASSES, run_passes
-from kvgraph.compiler.targets import BUILD_LOG_NAME, Lowered, write_build_log
+from kvgraph.compiler.targets import BUILD_LOG_NAME, ONNX_NAME, Lowered, write_build_log
 from kvgraph.compiler.targets import onnx as onnx_target
 from kvgraph.compiler.targets.cuda import attention_of_nodes, compile_kernels
 from kvgraph.compiler.targets.trt_fields import pack_images
@@ -49,7 +49,7 @@ def lower(
     lowered.ops["Cast"] = lowered.ops.get("Cast", 0) + lowered.passes[-1].applied
     embed_kernels(onnx_model.graph, attention, made)
     data = onnx_model.SerializeToString(deterministic=True)
-    (folder / onnx_target.MODEL_NAME).write_bytes(data)
+    (folder / ONNX_NAME).write_bytes(data)
     onnx_target.require_valid(folder)
     seconds = {
         f"{arch}/{kernel.file_name}": round(kernel.seconds, 3)

@@ -49,6 +49,7 @@ import numpy.typing as npt
 from kvgraph.contract.dims import Array, TensorType
 from kvgraph.contract.dtypes import ALL, DTYPES
 from kvgraph.contract.files import require_utf8
+from kvgraph.contract.loading import next_step, unimportable, with_step
 from kvgraph.contract.signature import LOGITS_INDICES, GraphSignature, output_name
 from kvgraph.errors import (
     ArtifactError,
@@ -319,9 +320,8 @@ def _refusal(ort: ModuleType, model: Path, error: Exception) -> ArtifactError:
                 f"{found}; {UPGRADE}"
             )
     why = re.sub(rf"{CODE}(Load model from .*? failed: ?)?", "", said)
-    return ArtifactError(
-        f"{model}: expected a model that {mine} takes, got one that it refuses: {why}"
-    )
+    sentence = f"{model}: expected a model that {mine} takes, got one that it refuses: {why}"
+    return ArtifactError(with_step(sentence, why))
 
 
 def register_ops(options: SessionOptions) -> None:
@@ -338,7 +338,7 @@ def register_ops(options: SessionOptions) -> None:
     except Exception as error:  # ONNX Runtime raises many classes
         reraise_if_signalled(error)
         why = last_sentence(error).rpartition("kvgraph: ")[2]
-        raise MissingDependencyError(f"onnxruntime: {why}; {UPGRADE}") from error
+        raise MissingDependencyError(f"onnxruntime: {why}; {next_step(why, UPGRADE)}") from error
 
 
 def import_onnxruntime() -> ModuleType:
@@ -349,14 +349,8 @@ def import_onnxruntime() -> ModuleType:
     try:
         import onnxruntime
     except ImportError as error:
-        if error.name == "onnxruntime" and isinstance(error, ModuleNotFoundError):
-            why, how = "not installed", "pip install 'kvgraph[onnx]'"
-        else:
-            why = f"installed, and it cannot be imported ({error!r} with NumPy {np.__version__})"
-            how = UPGRADE
-        raise MissingDependencyError(
-            f"onnxruntime: needed to run this artifact, {why}; {how}"
-        ) from error
+        install = "pip install 'kvgraph[onnx]'"
+        raise unimportable("onnxruntime", "needed to run this artifact", error, install) from error
     module: ModuleType = onnxruntime
     if os.environ["ORT_DISABLE_TELEMETRY"] == "1" and hasattr(module, "disable_telemetry_events"):
         module.disable_telemetry_events()  # in case onnxruntime was imported before

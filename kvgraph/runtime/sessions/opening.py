@@ -9,6 +9,7 @@ from typing import TypeAlias
 
 from kvgraph.contract.dims import TensorType
 from kvgraph.contract.files import require_utf8
+from kvgraph.contract.loading import with_step
 from kvgraph.contract.signature import GraphSignature, output_name
 from kvgraph.errors import ArtifactError, KVGraphError
 from kvgraph.runtime.native_calls import native_call
@@ -33,9 +34,10 @@ def opening(path: Path, framework: str) -> Iterator[None]:
             raise told from error
         lines = str(error).strip().splitlines()
         why = f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
-        raise ArtifactError(
+        sentence = (
             f"{path}: expected a file that {framework} opens, got one that it refuses ({why})"
-        ) from error
+        )
+        raise ArtifactError(with_step(sentence, why)) from error
 
 
 Found: TypeAlias = tuple[str, Sequence[int | str | None]]

@@ -9,7 +9,7 @@ torch keeps the program, and a reference to each weight, for the life of the pro
 
 from __future__ import annotations
 
-import tempfile
+import errno
 import weakref
 import zipfile
 from collections.abc import Iterator, Sequence
@@ -21,8 +21,10 @@ import numpy as np
 import numpy.typing as npt
 
 from kvgraph.contract.dims import Array
+from kvgraph.contract.leftovers import scratch
+from kvgraph.contract.loading import MEMORY, NOT_MAPPED, next_step, unimportable
 from kvgraph.contract.sizes import size_text
-from kvgraph.errors import ArtifactError, KernelError, MissingDependencyError
+from kvgraph.errors import ArtifactError, KernelError
 from kvgraph.ops import native
 from kvgraph.ops.torch_threads import fitting_threads
 from kvgraph.runtime.folder import ArtifactFolder
@@ -32,8 +34,8 @@ from kvgraph.runtime.sessions.opening import opening
 from kvgraph.runtime.sessions.weights import read_weights
 from kvgraph.signal_handlers import reraise_if_signalled
 
-NO_EXEC = "failed to map segment"
-"""Part of the error of the system's loader for a library in a folder that is mounted noexec."""
+OF_LIMITS = (errno.EMFILE, errno.ENFILE, errno.EFBIG, errno.ENOMEM)
+"""Error numbers of limits, which no other temporary folder changes."""
 
 
 class TorchSession(Session):
@@ -88,17 +90,22 @@ def _unpacked(package: Path) -> Iterator[str]:
     with zipfile.ZipFile(package) as files:
         size = size_text(sum(entry.file_size for entry in files.infolist()))
         try:
-            with tempfile.TemporaryDirectory(prefix="kvgraph-torch.") as folder:
-                place = str(Path(folder).parent)
+            with scratch("torch") as folder:
+                place = str(folder.parent.parent)
                 files.extractall(folder)
-                yield folder
+                yield str(folder)
         except (OSError, RuntimeError) as error:
-            why = NO_EXEC if isinstance(error, RuntimeError) else error.strerror
+            why = NOT_MAPPED if isinstance(error, RuntimeError) else error.strerror
             if why is None or why not in str(error):
                 raise
+            step = "set TMPDIR to such a folder"
+            if why == NOT_MAPPED:
+                step = f"{step}, or {MEMORY}"
+            elif isinstance(error, OSError) and error.errno in OF_LIMITS:
+                step = next_step(why, step)
             raise ArtifactError(
                 f"{place}: expected a temporary folder with room for {size}, in which programs can "
-                f"run, got {why!r}; set TMPDIR to such a folder"
+                f"run, got {why!r}; {step}"
             ) from error
 
 
@@ -113,10 +120,9 @@ def cuda_session(artifact: ArtifactFolder) -> Session:
 def import_torch() -> Any:
     try:
         import torch
-    except ImportError as error:
-        raise MissingDependencyError(
-            "torch: needed to run this artifact, not installed; pip install 'kvgraph[torch]'"
-        ) from error
+    except (ImportError, OSError) as error:
+        install = "pip install 'kvgraph[torch]'"
+        raise unimportable("torch", "needed to run this artifact", error, install) from error
     from kvgraph.ops import torch_ops  # noqa: F401  (the package calls the registered ops)
 
     return torch

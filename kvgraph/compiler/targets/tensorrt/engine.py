@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import importlib.util
 import json
 import os
@@ -15,7 +14,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from kvgraph.compiler.targets.onnx import MODEL_NAME
+from kvgraph.compiler.targets import ONNX_NAME
 from kvgraph.compiler.targets.tensorrt.build import BuildRequest, Result
 from kvgraph.contract.dims import (
     BATCH_SIZE,
@@ -28,6 +27,7 @@ from kvgraph.contract.dims import (
 )
 from kvgraph.contract.manifest import EngineInfo, ProfileInfo
 from kvgraph.contract.signature import GraphSignature, output_name
+from kvgraph.contract.versions import version_of
 from kvgraph.errors import MissingDependencyError, UnsupportedError
 
 BUILDER = "kvgraph.compiler.targets.tensorrt.build"
@@ -65,7 +65,7 @@ def require_module(name: str) -> str:
             f"backend tensorrt: {name} {wanted} or newer is needed to build an engine, not "
             f"installed; {INSTALL[name]}"
         )
-    version = importlib.metadata.version(DISTRIBUTIONS[name])
+    version = version_of(DISTRIBUTIONS[name])
     found = tuple(int(part) for part in version.split(".")[:3] if part.isdecimal())
     if found < OLDEST[name]:
         raise MissingDependencyError(
@@ -146,7 +146,7 @@ def build_engine(
     chosen = list(archs) if module == RTX else []  # other TensorRT builds for its machine's GPU
     request = BuildRequest(
         module=module,
-        model=str(folder / MODEL_NAME),
+        model=str(folder / ONNX_NAME),
         kernels=str(folder / "kernels"),
         library=str(folder / LIBRARY_NAME),
         engine=str(folder / ENGINE_NAME),

@@ -1,0 +1,113 @@
+"""Folders that a killed process leaves, and that a later one removes.
+
+The live process holds a lock on the file `owner` in its folder. The system releases it if the
+process is killed, on any machine and in any container. A folder without that file, with a locked
+one, or of another user is not touched.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from kvgraph.contract.plain import JsonObject
+from kvgraph.errors import ArtifactError
+
+OWNER, MADE = "owner", "made"
+
+NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)
+"""Errors of file systems without locks. Leftovers stay there, because no owner is known dead."""
+
+SCRATCH = {"kvgraph": "scratch"}
+"""What `owner` says in a folder of `scratch`."""
+
+
+@contextmanager
+def owned(folder: Path, said: Mapping[str, str]) -> Iterator[None]:
+    """Hold a lock on a new file `owner` in the empty `folder`, which has `said` as JSON.
+
+    If the file cannot be written, the folder is removed."""
+    owner = os.open(folder / OWNER, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+    try:
+        try:
+            _lock(owner)
+            os.write(owner, json.dumps(said).encode())
+        except BaseException:
+            shutil.rmtree(folder, ignore_errors=True)
+            raise
+        yield
+    finally:
+        os.close(owner)
+
+
+def _lock(owner: int) -> None:
+    try:
+        fcntl.flock(owner, fcntl.LOCK_EX)
+    except OSError as error:
+        if error.errno not in NO_LOCKS:
+            raise
+
+
+@contextmanager
+def unowned(folder: Path) -> Iterator[JsonObject]:
+    """Hold the lock that a dead process had on `folder`, and give what its `owner` says.
+
+    OSError if the process is alive, or if there is no such file; ValueError if it is not JSON.
+    """
+    owner = os.open(folder / OWNER, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK)
+    try:
+        fcntl.flock(owner, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield json.loads(os.read(owner, 1 << 16))
+    finally:
+        os.close(owner)
+
+
+@contextmanager
+def scratch(kind: str) -> Iterator[Path]:
+    """A new folder in the temporary folder, removed at the end. `kind`: a word of its name.
+
+    Folders of this kind that killed processes of this user left there are removed first.
+    ArtifactError if no temporary folder can be written.
+    """
+    prefix = f"kvgraph-{kind}."
+    try:
+        parent = Path(tempfile.gettempdir())
+    except FileNotFoundError as error:
+        raise ArtifactError(
+            f"TMPDIR: expected a temporary folder that can be written, got {error.strerror!r}; set "
+            "TMPDIR to one"
+        ) from error
+    with suppress(OSError):
+        for left in parent.glob(f"{prefix}*"):
+            _remove_unowned(left)
+    folder = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
+    try:
+        with owned(folder, SCRATCH):
+            (folder / MADE).mkdir()
+            yield folder / MADE
+    finally:
+        _remove(folder)
+
+
+def _remove_unowned(folder: Path) -> None:
+    with suppress(OSError, ValueError):
+        if folder.is_symlink() or folder.stat().st_uid != os.geteuid():
+            return
+        with unowned(folder) as said:
+            if said == SCRATCH:
+                _remove(folder)
+
+
+def _remove(folder: Path) -> None:
+    """Remove a folder of `scratch`; `owner` goes last, so that what cannot be removed now can be
+    later."""
+    shutil.rmtree(folder / MADE, ignore_errors=True)
+    if not (folder / MADE).exists():
+        shutil.rmtree(folder, ignore_errors=True)

@@ -1,0 +1,96 @@
+"""Temporary folders, and what killed processes leave of them."""
+
+from __future__ import annotations
+
+import errno
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from unittest import mock
+
+import pytest
+
+from kvgraph.contract import leftovers
+from kvgraph.contract.leftovers import OWNER, scratch
+from kvgraph.errors import ArtifactError
+
+KILLED = """
+import os, signal
+from kvgraph.contract.leftovers import scratch
+with scratch("test") as folder:
+    (folder / "file").write_text("half")
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.fixture
+def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    return tmp_path
+
+
+def test_a_folder_is_removed_at_the_end(temporary: Path) -> None:
+    with scratch("test") as folder:
+        (folder / "file").write_text("made")
+        assert folder.is_relative_to(temporary)
+    with pytest.raises(ZeroDivisionError), scratch("test") as folder:
+        raise ZeroDivisionError
+    assert list(temporary.iterdir()) == []
+
+
+def test_what_a_killed_process_left_is_removed_by_the_next_one(temporary: Path) -> None:
+    subprocess.run([sys.executable, "-c", KILLED], check=False)
+    (dead,) = temporary.iterdir()
+    with scratch("other"):
+        assert dead.exists()
+    with scratch("test"):
+        assert not dead.exists()
+
+
+def test_what_is_in_use_or_of_others_stays(
+    temporary: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, owner in (("mark", '{"kvgraph": "staging"}'), ("json", "[1"), ("user", "")):
+        (temporary / f"kvgraph-test.{name}").mkdir()
+        (temporary / f"kvgraph-test.{name}" / OWNER).write_text(owner)
+    (temporary / "kvgraph-test.unmarked").mkdir()
+    (temporary / "kvgraph-test.file").touch()
+    (temporary / "kvgraph-test.link").symlink_to(temporary / "kvgraph-test.json")
+    with scratch("test") as live:
+        before = set(temporary.iterdir())
+        with scratch("test"):
+            assert before < set(temporary.iterdir())
+        assert live.exists()
+    subprocess.run([sys.executable, "-c", KILLED], check=False)
+    left = set(temporary.iterdir())
+    monkeypatch.setattr(leftovers.os, "geteuid", lambda: -1)
+    with scratch("test"):
+        assert left < set(temporary.iterdir())
+
+
+def test_what_cannot_be_removed_now_can_be_later(
+    temporary: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As without a file descriptor that is free."""
+    with monkeypatch.context() as patch, scratch("test") as folder:
+        patch.setattr(leftovers.shutil, "rmtree", mock.Mock())
+    assert folder.exists()
+    with scratch("test"):
+        assert not folder.parent.exists()
+
+
+def test_a_file_system_without_locks(temporary: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    refused = OSError(errno.ENOLCK, "No locks available")
+    monkeypatch.setattr(leftovers.fcntl, "flock", mock.Mock(side_effect=refused))
+    with scratch("test") as live, scratch("test"):
+        assert live.exists()
+    assert list(temporary.iterdir()) == []
+
+
+def test_no_temporary_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    none = FileNotFoundError(errno.ENOENT, "No usable temporary directory found in ['/tmp']")
+    monkeypatch.setattr(tempfile, "gettempdir", mock.Mock(side_effect=none))
+    with pytest.raises(ArtifactError, match=r"^TMPDIR: .* got .*\['/tmp'\]\"; set TMPDIR to one$"):
+        scratch("test").__enter__()
