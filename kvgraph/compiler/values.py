@@ -126,26 +126,6 @@ class Values(ABC):
         return self.open()(0, self.count).reshape(self.shape)
 
 
-def shared_form(sources: Sequence[Values]) -> Form | None:
-    """The stored form of all `sources`, with offsets if one of them has; None if they have none or
-    differ."""
-    forms = [each.form for each in sources]
-    known = [form for form in forms if form is not None]
-    if len(known) < len(forms):
-        return None
-    has_offsets = any(form.has_offsets for form in known)
-    alike = {replace(form, has_offsets=has_offsets) for form in known}
-    return alike.pop() if len(alike) == 1 else None
-
-
-def whole_coded(source: Values, form: Form) -> Coded:
-    """All stored rows of `source`, with offsets if `form` has, which it shares with others."""
-    found = source.open_coded()(0, source.count)
-    if form.has_offsets and found.offsets is None:
-        return replace(found, offsets=torch.zeros_like(found.scales, dtype=torch.int8))
-    return found
-
-
 def in_groups(source: Values, group: int) -> CodedRows:
     """Open the stored rows of `source`, with groups of `group` inputs.
 

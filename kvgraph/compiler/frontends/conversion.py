@@ -17,16 +17,8 @@ import torch
 
 from kvgraph.compiler.frontends.experts_apart import joined_experts
 from kvgraph.compiler.frontends.left_plain import LANGUAGE_PARTS
-from kvgraph.compiler.values import (
-    Coded,
-    CodedRows,
-    Part,
-    Rows,
-    Values,
-    parts_of,
-    shared_form,
-    whole_coded,
-)
+from kvgraph.compiler.merged import Merged, shared_dtype
+from kvgraph.compiler.values import Coded, CodedRows, Part, Rows, Values, parts_of
 from kvgraph.ops.packed import Form
 
 if TYPE_CHECKING:
@@ -62,11 +54,10 @@ class _Group:
         return {k: v[0] if isinstance(v, list) else v for k, v in made.items()}
 
     def values(self, model: PreTrainedModel) -> dict[str, Values]:
-        kinds = {each.dtype for _, _, each in self.sources}
-        dtype = kinds.pop() if len(kinds) == 1 else torch.float32
+        dtype = shared_dtype([v for _, _, v in self.sources])
         empty = [torch.empty(v.shape, dtype=dtype, device="meta") for _, _, v in self.sources]
         made = self.run(model, empty, range(len(empty)))
-        return {name: _Made(self, model, name, each.shape, dtype) for name, each in made.items()}
+        return {name: _Made(self, model, name, each.shape) for name, each in made.items()}
 
     @property
     def keeps_rows(self) -> bool:
@@ -86,7 +77,7 @@ class _Group:
         return list(found.values())
 
 
-class _Made(Values):
+class _Made(Merged):
     """A parameter that a converter makes of a group of tensors.
 
     If the tensors are stacked (experts), rows are made of their own tensors only. Coded rows are
@@ -94,53 +85,41 @@ class _Made(Values):
     """
 
     def __init__(
-        self,
-        group: _Group,
-        model: PreTrainedModel,
-        name: str,
-        shape: Sequence[int],
-        dtype: torch.dtype,
+        self, group: _Group, model: PreTrainedModel, name: str, shape: Sequence[int]
     ) -> None:
-        self.where, self.shape, self.dtype = group.sources[0][2].where, tuple(shape), dtype
-        self._sources = [each for _, _, each in group.sources]
-        self.bits = max(each.bits for each in self._sources)
-        self.stored_bits = min(each.stored_bits for each in self._sources)
-        self.x_bits = min(each.x_bits for each in self._sources)
+        super().__init__([each for _, _, each in group.sources], shape)
         self._group, self._model, self._name = group, model, name
 
     def open(self) -> Rows:
         return self._open(lambda chosen: self._merge(chosen, self._read), _rows)
 
     def _read(self, place: int) -> torch.Tensor:
-        return self._sources[place].read().to(self.dtype)
+        return self.sources[place].read().to(self.dtype)
 
     @cached_property
     def form(self) -> Form | None:
-        if any(each.is_coded_transposed for each in self._sources) or not self._group.keeps_rows:
+        if any(each.is_coded_transposed for each in self.sources) or not self._group.keeps_rows:
             return None
-        form = shared_form(self._sources)
+        form = self.shared_form()
         return form if form is not None and self._merges_scales(form) else None
 
     def _merges_scales(self, form: Form) -> bool:
         """Whether the converter merges scales to the shape that fits the merged numbers."""
 
         def scales(place: int) -> torch.Tensor:
-            *rows, inputs = self._sources[place].shape
+            *rows, inputs = self.sources[place].shape
             return torch.empty((*rows, inputs // (form.group or inputs)), device="meta")
 
         try:
-            shape = self._merge(range(len(self._sources)), scales).shape
+            shape = self._merge(range(len(self.sources)), scales).shape
         except RuntimeError:
             return False
         *rows, inputs = self.shape
         return shape == (*rows, inputs // (form.group or inputs))
 
     def open_coded(self) -> CodedRows:
-        form = self.form
-        assert form is not None
-
         def merged(chosen: Sequence[int]) -> Coded:
-            coded = {place: whole_coded(self._sources[place], form) for place in chosen}
+            coded = {place: self.coded(self.sources[place]) for place in chosen}
             names = [name for name, _ in parts_of(coded[chosen[0]])]
             return Coded(
                 **{name: self._merge(chosen, partial(_part, coded, name)) for name in names}
@@ -161,7 +140,7 @@ class _Made(Values):
             return lambda start, stop: make(
                 [place for places in stacked for place in places[start:stop]]
             )
-        whole = make(range(len(self._sources)))
+        whole = make(range(len(self.sources)))
         return lambda start, stop: cut(whole, start, stop)
 
     def _merge(self, chosen: Sequence[int], part: Callable[[int], torch.Tensor]) -> torch.Tensor:

@@ -16,15 +16,8 @@ from typing import TypeVar
 import torch
 from torch import nn
 
-from kvgraph.compiler.values import (
-    Coded,
-    CodedRows,
-    Rows,
-    Values,
-    parts_of,
-    shared_form,
-    whole_coded,
-)
+from kvgraph.compiler.merged import Merged
+from kvgraph.compiler.values import Coded, CodedRows, Rows, Values, parts_of
 from kvgraph.errors import ModelError
 from kvgraph.ops.packed import Form
 
@@ -112,7 +105,7 @@ def _sources(names: Sequence[Sequence[str]], apart: Mapping[str, Values]) -> lis
     return [[apart[name] for name in expert] for expert in names]
 
 
-class _Joined(Values):
+class _Joined(Merged):
     """A parameter of all experts, made of each expert's layers.
 
     `experts`: each expert's tensors of one shape, `[N, K]` or `[N]`. `is_interleaved`: rows of an
@@ -121,16 +114,10 @@ class _Joined(Values):
     """
 
     def __init__(self, experts: Sequence[Sequence[Values]], is_interleaved: bool) -> None:
-        self._experts, self._is_interleaved = experts, is_interleaved
+        rows, *inputs = experts[0][0].shape
         sources = [each for expert in experts for each in expert]
-        first, kinds = sources[0], {each.dtype for each in sources}
-        self.where = first.where
-        self.dtype = first.dtype if len(kinds) == 1 else torch.float32
-        self.shape = (len(experts), len(experts[0]) * first.shape[0], *first.shape[1:])
-        self.bits = max(each.bits for each in sources)
-        self.stored_bits = min(each.stored_bits for each in sources)
-        self.x_bits = min(each.x_bits for each in sources)
-        self._sources = sources
+        super().__init__(sources, (len(experts), len(experts[0]) * rows, *inputs))
+        self._experts, self._is_interleaved = experts, is_interleaved
 
     def transpose(self) -> None:
         """Swap the last two dims."""
@@ -146,15 +133,12 @@ class _Joined(Values):
 
     @cached_property
     def form(self) -> Form | None:
-        return shared_form(self._sources)
+        return self.shared_form()
 
     def open_coded(self) -> CodedRows:
-        form = self.form
-        assert form is not None
-
         def rows(start: int, stop: int) -> Coded:
             experts = [
-                [whole_coded(each, form) for each in expert] for expert in self._experts[start:stop]
+                [self.coded(each) for each in expert] for expert in self._experts[start:stop]
             ]
             names = [name for name, _ in parts_of(experts[0][0])]
             return Coded(**{name: self._stack(experts, attrgetter(name)) for name in names})
