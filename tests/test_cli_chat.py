@@ -71,7 +71,7 @@ def test_lines_as_windows_ends_them(artifact: Path, monkeypatch: pytest.MonkeyPa
 def test_clear_begins_again_behind_the_system_message(
     artifact: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    lines = f"{QUESTION}\n/clear \n{SECOND}\n\ufeff/quit\n{QUESTION}\n"
+    lines = f"\ufeff{QUESTION}\n/clear \n{SECOND}\n /quit\n{QUESTION}\n"
     outcome = piped(monkeypatch, artifact, lines, "--system", "Be brief.")
     first, second = (answers(artifact, text, system="Be brief.")[0] for text in (QUESTION, SECOND))
     assert outcome == (0, f"{first}\n{second}\n", "")

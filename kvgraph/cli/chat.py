@@ -94,7 +94,7 @@ def chat(
     longest = longest_context(engine) if max_new_tokens is None else None
     talk = Talk(engine, engine.suggested_params(asked), system, longest)
     for line in _typed() if talk.is_live else _piped():
-        command = line.strip().removeprefix("\ufeff")  # a file may begin with a byte order mark
+        command = line.strip()
         if command == "/quit":
             break
         if command == "/clear":
@@ -182,8 +182,9 @@ def _typed() -> Iterator[str]:
 
 def _piped() -> Iterator[str]:
     try:
-        for line in sys.stdin:
-            yield line.removesuffix("\n").removesuffix("\r")
+        for place, line in enumerate(sys.stdin):
+            text = line.removesuffix("\n").removesuffix("\r")
+            yield text if place else text.removeprefix("\ufeff")  # a byte order mark
     except UnicodeDecodeError as error:
         raise RequestError(_not_text(error)) from error
 

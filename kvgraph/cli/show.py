@@ -138,7 +138,8 @@ def passes(manifest: Manifest) -> Iterator[str]:
 
     found = {entry.name: entry for entry in manifest.passes}
     listed = tuple(PASSES.get((manifest.target.partition(":")[0], manifest.backend), ()))
-    is_ours = UNKNOWN != manifest.kvgraph_version == version_of()
+    own = version_of()
+    is_ours = own != UNKNOWN and own == manifest.kvgraph_version
     if not is_ours or not found.keys() <= {each.name for each in listed}:
         yield from (f"pass {entry.name}: {_applied(entry)}" for entry in manifest.passes)
         return
