@@ -348,10 +348,17 @@ def _rows_of(
     return lambda start, stop: join([rows(*span) for span in _within(own, start, stop)])
 
 
+def combined(
+    parts: Sequence[Coded], combine: Callable[[list[torch.Tensor]], torch.Tensor]
+) -> Coded:
+    """The result of `combine` on each tensor of all `parts`, which have the same ones."""
+    names = [name for name, _ in parts_of(parts[0])]
+    return Coded(**{name: combine([getattr(part, name) for part in parts]) for name in names})
+
+
 def joined(parts: Sequence[Coded]) -> Coded:
     """Join coded rows along the first dim."""
-    names = [name for name, _ in parts_of(parts[0])]
-    return Coded(**{name: torch.cat([getattr(part, name) for part in parts]) for name in names})
+    return combined(parts, torch.cat)
 
 
 def _within(spans: Sequence[tuple[int, int]], start: int, stop: int) -> Iterator[tuple[int, int]]:

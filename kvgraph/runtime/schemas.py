@@ -189,7 +189,7 @@ class _Reader:
         return made
 
     def _is_unread(self, key: str, value: object) -> bool:
-        """Whether a key is refused, whatever stands next to it, and no reference leads through
+        """Whether a key is refused next to any other key, and no reference leads through
         it."""
         if key == "pattern" and isinstance(value, str):
             return _is_unread_pattern(value)

@@ -52,7 +52,7 @@ def test_experts_of_gpt_oss_as_they_are_stored(tmp_path: Path) -> None:
     [("Q8_0", Form(8, 32, INT8)), ("Q4_0", Form(4, 32)), ("MXFP4", Form(4, 32, E2M1))],
 )
 def test_experts_of_other_models(kind: str, form: Form, architecture: str, tmp_path: Path) -> None:
-    """Gate above up, whatever linear layers have."""
+    """Gate above up, with any type of linear layers."""
     _, path = test_gguf_layers.make(architecture, tmp_path, kind="Q8_0", experts=kind)
     with as_folder(path) as folder:
         stacked = [v for v in checkpoint(folder).values() if len(v.shape) == 3]

@@ -18,7 +18,7 @@ import torch
 from kvgraph.compiler.frontends.experts_apart import joined_experts
 from kvgraph.compiler.frontends.left_plain import LANGUAGE_PARTS
 from kvgraph.compiler.merged import Merged, shared_dtype
-from kvgraph.compiler.values import Coded, CodedRows, Part, Rows, Values, parts_of
+from kvgraph.compiler.values import Coded, CodedRows, Part, Rows, Values, combined
 from kvgraph.ops.packed import Form
 
 if TYPE_CHECKING:
@@ -91,10 +91,10 @@ class _Made(Merged):
         self._group, self._model, self._name = group, model, name
 
     def open(self) -> Rows:
-        return self._open(lambda chosen: self._merge(chosen, self._read), _rows)
+        def merged(chosen: Sequence[int]) -> torch.Tensor:
+            return self._merge(chosen, [self.sources[i].read().to(self.dtype) for i in chosen])
 
-    def _read(self, place: int) -> torch.Tensor:
-        return self.sources[place].read().to(self.dtype)
+        return self._open(merged, _rows)
 
     @cached_property
     def form(self) -> Form | None:
@@ -106,24 +106,20 @@ class _Made(Merged):
     def _merges_scales(self, form: Form) -> bool:
         """Whether the converter merges scales to the shape that fits the merged numbers."""
 
-        def scales(place: int) -> torch.Tensor:
-            *rows, inputs = self.sources[place].shape
-            return torch.empty((*rows, inputs // (form.group or inputs)), device="meta")
+        def of_scales(shape: Sequence[int]) -> tuple[int, ...]:
+            *rows, inputs = shape
+            return (*rows, inputs // (form.group or inputs))
 
+        empty = [torch.empty(of_scales(each.shape), device="meta") for each in self.sources]
         try:
-            shape = self._merge(range(len(self.sources)), scales).shape
+            return self._merge(range(len(empty)), empty).shape == of_scales(self.shape)
         except RuntimeError:
             return False
-        *rows, inputs = self.shape
-        return shape == (*rows, inputs // (form.group or inputs))
 
     def open_coded(self) -> CodedRows:
         def merged(chosen: Sequence[int]) -> Coded:
-            coded = {place: self.coded(self.sources[place]) for place in chosen}
-            names = [name for name, _ in parts_of(coded[chosen[0]])]
-            return Coded(
-                **{name: self._merge(chosen, partial(_part, coded, name)) for name in names}
-            )
+            coded = [self.coded(self.sources[i]) for i in chosen]
+            return combined(coded, partial(self._merge, chosen))
 
         return self._open(merged, lambda whole, a, b: whole.map(lambda part: _rows(part, a, b)))
 
@@ -143,17 +139,12 @@ class _Made(Merged):
         whole = make(range(len(self.sources)))
         return lambda start, stop: cut(whole, start, stop)
 
-    def _merge(self, chosen: Sequence[int], part: Callable[[int], torch.Tensor]) -> torch.Tensor:
-        return self._group.run(self._model, [part(place) for place in chosen], chosen)[self._name]
+    def _merge(self, chosen: Sequence[int], tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+        return self._group.run(self._model, tensors, chosen)[self._name]
 
 
 def _rows(whole: torch.Tensor, start: int, stop: int) -> torch.Tensor:
     return whole[start:stop]
-
-
-def _part(coded: Mapping[int, Coded], name: str, place: int) -> torch.Tensor:
-    found: torch.Tensor = getattr(coded[place], name)
-    return found
 
 
 def of_parameters(

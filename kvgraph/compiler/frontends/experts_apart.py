@@ -8,16 +8,14 @@ its parameters (transformers.integrations.moe.use_experts_implementation).
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from functools import cached_property
-from operator import attrgetter
-from typing import TypeVar
 
 import torch
 from torch import nn
 
 from kvgraph.compiler.merged import Merged
-from kvgraph.compiler.values import Coded, CodedRows, Rows, Values, parts_of
+from kvgraph.compiler.values import Coded, CodedRows, Rows, Values, combined
 from kvgraph.errors import ModelError
 from kvgraph.ops.packed import Form
 
@@ -70,8 +68,6 @@ def joined_experts(
             found[f"{prefix}.{parameter}"] = each
     return found, used
 
-
-Made = TypeVar("Made", Values, Coded)
 
 MATRICES = 3
 """Dims of all experts' weights, which are matrices; their biases have one less."""
@@ -126,7 +122,9 @@ class _Joined(Merged):
 
     def open(self) -> Rows:
         def rows(start: int, stop: int) -> torch.Tensor:
-            found = self._stack(self._experts[start:stop], lambda each: each.read().to(self.dtype))
+            experts = self._experts[start:stop]
+            read = ([each.read().to(self.dtype) for each in expert] for expert in experts)
+            found = torch.stack([self._join(layers) for layers in read])
             return found.transpose(1, 2) if self.is_coded_transposed else found
 
         return rows
@@ -137,21 +135,14 @@ class _Joined(Merged):
 
     def open_coded(self) -> CodedRows:
         def rows(start: int, stop: int) -> Coded:
-            experts = [
-                [self.coded(each) for each in expert] for expert in self._experts[start:stop]
-            ]
-            names = [name for name, _ in parts_of(experts[0][0])]
-            return Coded(**{name: self._stack(experts, attrgetter(name)) for name in names})
+            experts = self._experts[start:stop]
+            read = ([self.coded(each) for each in expert] for expert in experts)
+            return combined([combined(layers, self._join) for layers in read], torch.stack)
 
         return rows
 
-    def _stack(
-        self, experts: Sequence[Sequence[Made]], part: Callable[[Made], torch.Tensor]
-    ) -> torch.Tensor:
-        """Join a tensor of each expert's layers, and stack the experts'."""
-        joined = []
-        for expert in experts:
-            parts = [part(each) for each in expert]
-            is_joined = self._is_interleaved and len(parts) > 1
-            joined.append(torch.stack(parts, 1).flatten(0, 1) if is_joined else torch.cat(parts))
-        return torch.stack(joined)
+    def _join(self, layers: list[torch.Tensor]) -> torch.Tensor:
+        """The rows of an expert's layers in one tensor."""
+        if self._is_interleaved and len(layers) > 1:
+            return torch.stack(layers, 1).flatten(0, 1)
+        return torch.cat(layers)

@@ -176,7 +176,7 @@ def _write_templates(path: Path, reader: GGUFReader, folder: Path) -> None:
 
 
 def _splits() -> frozenset[str]:
-    """Names of pre-tokenizers that transformers knows, beside those of SPLITS."""
+    """Names of pre-tokenizers that transformers knows, in addition to SPLITS."""
     try:
         from transformers.integrations.gguf import gguf_tokenizer_mapping as mapping
     except ImportError:  # older versions split every text as GPT-2 does

@@ -20,7 +20,12 @@ from kvgraph.compiler.frontends.folder import Config
 from kvgraph.compiler.frontends.gguf_file import nearest_bits, open_file, refuse
 from kvgraph.compiler.frontends.gguf_rope import is_rotary
 from kvgraph.compiler.frontends.stored_forms import GGUF_BLOCKS
-from kvgraph.compiler.quantized.gguf_blocks import Experts, Matrix, are_stored_experts
+from kvgraph.compiler.quantized.gguf_blocks import (
+    Blocks,
+    are_stored_experts,
+    of_experts,
+    of_matrix,
+)
 from kvgraph.compiler.quantized.gguf_processors import (
     Parsed,
     Processor,
@@ -99,12 +104,14 @@ def _values(
     _require_count(path, tensors, shape)
     compute = partial(_decode, path, name, tensors, processor, shape)
     where, bits = f"{path}: {tensors[0].name}", nearest_bits(tensors) or PLAIN_BITS
-    if len(tensors) == 1 and len(shape) == 2 and tensors[0].tensor_type.name in GGUF_BLOCKS:
-        order = _order_of_rows(name, tensors[0], processor, shape[0])
-        if order is not None and tensors[0].data.shape[0] == shape[0]:
-            return Matrix(where, shape, compute, bits, tensors[0], order)
+    first, kind = tensors[0], tensors[0].tensor_type.name
+    if len(tensors) == 1 and len(shape) == 2 and kind in GGUF_BLOCKS:
+        order = _order_of_rows(name, first, processor, shape[0])
+        if order is not None and first.data.shape[0] == shape[0]:
+            return Blocks(where, shape, compute, bits, GGUF_BLOCKS[kind], of_matrix(first, order))
     if len(shape) == 3 and are_stored_experts(tensors, shape, are_transposed=are_transposed):
-        return Experts(where, shape, compute, bits, tensors, are_transposed=are_transposed)
+        data, form = of_experts(tensors, are_transposed=are_transposed), GGUF_BLOCKS[kind]
+        return Blocks(where, shape, compute, bits, form, data, is_transposed=are_transposed)
     return Converted(where, shape, torch.float32, compute, bits)
 
 

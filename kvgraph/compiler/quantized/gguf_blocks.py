@@ -26,54 +26,10 @@ NO_EXPONENT = 255
 """The exponent of MXFP4 that is a NaN."""
 
 
-class _Blocks(Converted):
-    """A weight in blocks of a type that GGUF_BLOCKS has."""
+class Blocks(Converted):
+    """A weight of one or several tensors in blocks of one type that GGUF_BLOCKS has.
 
-    def __init__(
-        self,
-        where: str,
-        shape: Sequence[int],
-        compute: Callable[[], torch.Tensor],
-        bits: int,
-        kind: str,
-    ) -> None:
-        form = GGUF_BLOCKS[kind]
-        own = 8 if form.codes == E2M1 else bits  # 4 bits would round floats again
-        super().__init__(where, shape, torch.float32, compute, own)
-        self._form = form
-
-    @property
-    def form(self) -> Form:
-        return self._form
-
-
-class Matrix(_Blocks):
-    """A matrix `[N, K]` of one tensor. `order`: index in the tensor of each row of the matrix."""
-
-    def __init__(
-        self,
-        where: str,
-        shape: Sequence[int],
-        compute: Callable[[], torch.Tensor],
-        bits: int,
-        tensor: ReaderTensor,
-        order: Array,
-    ) -> None:
-        super().__init__(where, shape, compute, bits, tensor.tensor_type.name)
-        self._tensor, self._order = tensor, order
-
-    def open_coded(self) -> CodedRows:
-        def rows(start: int, stop: int) -> Coded:
-            data = np.asarray(self._tensor.data[self._order[start:stop]])
-            return _coded(self.where, self.form, data, start)
-
-        return rows
-
-
-class Experts(_Blocks):
-    """Experts `[E, N, K]` of one tensor, or of two: gate above up.
-
-    `are_transposed`: they are `[E, K, N]`, and outputs of gate and up alternate.
+    `data(start, stop)`: bytes `[..., bytes of a row]` of the weight's rows, in its own order.
     """
 
     def __init__(
@@ -82,24 +38,45 @@ class Experts(_Blocks):
         shape: Sequence[int],
         compute: Callable[[], torch.Tensor],
         bits: int,
-        tensors: Sequence[ReaderTensor],
+        form: Form,
+        data: Callable[[int, int], Array],
         *,
-        are_transposed: bool,
+        is_transposed: bool = False,
     ) -> None:
-        super().__init__(where, shape, compute, bits, tensors[0].tensor_type.name)
-        self._tensors = sorted(tensors, key=lambda tensor: tensor.name)  # gate, up
-        self.is_coded_transposed = are_transposed
+        own = 8 if form.codes == E2M1 else bits  # 4 bits would round floats again
+        super().__init__(where, shape, torch.float32, compute, own)
+        self._form, self._data = form, data
+        self.is_coded_transposed = is_transposed
+
+    @property
+    def form(self) -> Form:
+        return self._form
 
     def open_coded(self) -> CodedRows:
-        def rows(start: int, stop: int) -> Coded:
-            parts = [np.asarray(tensor.data[start:stop]) for tensor in self._tensors]
-            if self.is_coded_transposed:
-                data = np.stack(parts, 2).reshape(len(parts[0]), -1, parts[0].shape[-1])
-            else:
-                data = np.concatenate(parts, 1)
-            return _coded(self.where, self.form, data, start)
+        return lambda start, stop: _coded(self.where, self.form, self._data(start, stop), start)
 
-        return rows
+
+def of_matrix(tensor: ReaderTensor, order: Array) -> Callable[[int, int], Array]:
+    """`data` of a matrix `[N, K]`. `order`: index in the tensor of each row of the matrix."""
+    return lambda start, stop: np.asarray(tensor.data[order[start:stop]])
+
+
+def of_experts(
+    tensors: Sequence[ReaderTensor], *, are_transposed: bool
+) -> Callable[[int, int], Array]:
+    """`data` of experts `[E, N, K]` of one tensor, or of two: gate above up.
+
+    `are_transposed`: they are `[E, K, N]`, and outputs of gate and up alternate.
+    """
+    in_order = sorted(tensors, key=lambda tensor: tensor.name)  # gate, up
+
+    def data(start: int, stop: int) -> Array:
+        parts = [np.asarray(tensor.data[start:stop]) for tensor in in_order]
+        if are_transposed:
+            return np.stack(parts, 2).reshape(len(parts[0]), -1, parts[0].shape[-1])
+        return np.concatenate(parts, 1)
+
+    return data
 
 
 def are_stored_experts(
