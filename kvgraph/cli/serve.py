@@ -45,8 +45,8 @@ if TYPE_CHECKING:
 
 ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/?#\s,A-Z]+")
 METRIC_NAME = re.compile("[a-zA-Z_:][a-zA-Z0-9_:]*")
-COMPUTE_NICE = 10
-"""Added niceness of compute threads: answers take about 5 ms while all processors compute. 0 with
+COMPUTE_NICE = 15
+"""Added niceness of compute threads: answers take about 4 ms while all processors compute. 0 with
 several ranks, since a slower rank delays the others."""
 
 NEEDED = ("starlette", "uvicorn", "httptools", "uvloop", "msgspec", "prometheus_client")
@@ -135,8 +135,8 @@ def serve(
         typer.Option(
             min=0,
             max=19,
-            help="Niceness of compute threads, so that answers come first [default: 10; on a GPU "
-            "or with ranks, 0].",
+            help="Niceness of compute threads, so that answers come first "
+            f"[default: {COMPUTE_NICE}; on a GPU or with ranks, 0].",
         ),
     ] = None,
     num_pages: NumPages = None,

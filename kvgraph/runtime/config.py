@@ -131,9 +131,9 @@ class BatchConfig:
     session's `step_tokens`. The compiled graph may bound both further. Over a padded cache,
     requests run one after another.
     `max_prefill_tokens`: most prompt tokens of a step in which other requests decode, so that
-    their next token does not wait for a whole prompt. A number has no effect while more requests
-    wait than decode, so that a burst starts together. "auto": as many tokens as take the time of
-    the decode rows, by the times of earlier steps, and more if more requests wait. None: no limit.
+    their next token does not wait for a whole prompt. A number has no effect on requests that come
+    while none decodes: they start together. "auto": as many tokens as take the time of the decode
+    rows, by the times of earlier steps, and more if more requests wait. None: no limit.
     """
 
     max_batch_size: int = DEFAULT_BATCH_SIZE

@@ -6,7 +6,6 @@ The scheduler asks before a step, the engine reports after it. No clock is read 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import Protocol
 
 SMALLEST_CHUNK = 8
@@ -26,11 +25,14 @@ ROWS = 16.0
 MANY = 1024
 """Prompt tokens assumed to take at least one fastest step, so that a time of 0 can grow again."""
 
-BURST_SECONDS = 0.25
-"""Least time for prompts in a step of a burst: more than the share of a few rows, but a short pause
-for the streams that run."""
+NEW_ROWS = 1.5
+"""A step with more than this many times as many rows as any measured one carries no prompt, to be
+measured."""
 
-BURST_END = 4
+BURST_SECONDS = 0.5
+"""Least time for prompts in a step of a burst, of which only the burst's own rows wait."""
+
+BURST_END = 8
 """A burst ends when there are this many times as many rows that decode as prompts that wait."""
 
 FORGETTING = 0.9
@@ -48,42 +50,55 @@ class Pace(Protocol):
         partly processed. None: no bound, such as when no row decodes."""
 
 
-@dataclass(frozen=True, slots=True)
-class FixedPace:
-    """The same bound in every step; none while more prompts wait than rows decode, so that a burst
-    starts together."""
+class Burst:
+    """Prompts that come while no row decodes: they start together, and only they wait for it."""
 
-    most: int
+    def __init__(self) -> None:
+        self._is_on = False
+
+    def lasts(self, rows: int, waiting: int) -> bool:
+        """Whether most of a burst is to be started still. Call it once for each step."""
+        self._is_on = waiting * BURST_END > rows and (self._is_on or not rows)
+        return self._is_on
+
+
+class FixedPace:
+    """The same bound in every step, except of a burst."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._burst = Burst()
 
     def learn(self, rows: int, tokens: int, seconds: float) -> None:
         pass
 
     def prompt_tokens(self, rows: int, waiting: int) -> int | None:
-        return None if waiting > rows else self.most
+        return None if self._burst.lasts(rows, waiting) else self._most
 
 
 class StepPace:
     """Gives prompts the time `decode * (rows + waiting) / rows`, with the decode time of the step.
 
-    So one waiting prompt among many rows gets about as much time as the decode rows. When more
-    prompts wait than rows decode, prompts get at least BURST_SECONDS of a step until most of them
-    have started: a burst starts together, and its rows then decode in full batches.
+    So one waiting prompt among many rows gets about as much time as the decode rows. Prompts of a
+    burst get at least BURST_SECONDS of a step, so that its rows soon decode in full batches.
 
     The seconds of a step without prompts, `fixed + row * rows`, are learned by normalised least
-    mean squares (Haykin, Adaptive Filter Theory, chapter 7). The seconds per prompt token are a
-    moving average of the extra time of steps with prompts. A step at most doubles either, so that a
-    pause of the machine is soon forgotten. Chunks at most double too, so that a chunk that costs
-    more than was learned stays short.
+    mean squares (Haykin, Adaptive Filter Theory, chapter 7). Many more rows than before are
+    measured at once, and taken as measured: else their time would be ascribed to prompts. The
+    seconds per prompt token are a moving average of the extra time of steps with prompts. A step at
+    most doubles either, so that a pause of the machine is soon forgotten. Chunks at most double
+    too, so that a chunk that costs more than was learned stays short.
     """
 
     def __init__(self) -> None:
         self._fixed: float | None = None
         self._row = 0.0
+        self._most_rows = 0  # of a measured step without prompts
         self._token: float | None = None
         self._fastest = math.inf
         self._chunk = 0.0
         self._in_a_row = self._steps = 0
-        self._is_burst = False
+        self._burst = Burst()
 
     def learn(self, rows: int, tokens: int, seconds: float) -> None:
         if rows:
@@ -98,24 +113,30 @@ class StepPace:
             self._learn_token(max(0.0, seconds - self._decode_seconds(rows)) / tokens)
 
     def prompt_tokens(self, rows: int, waiting: int) -> int | None:
-        self._is_burst = waiting * (BURST_END if self._is_burst else 1) > rows
+        in_burst = self._burst.lasts(rows, waiting)
         if not rows:
             return None
-        if self._in_a_row >= PROBE:
+        if self._in_a_row >= PROBE or 0 < NEW_ROWS * self._most_rows < rows:
             return 0
         if self._fixed is None or self._token is None:
             return FIRST_CHUNK
         most = max(FIRST_CHUNK, int(2 * self._chunk))
         seconds = self._decode_seconds(rows) * (rows + waiting) / rows
-        if self._is_burst:
+        if in_burst:
             seconds = max(seconds, BURST_SECONDS)
         wanted = int(seconds / self._token) if self._token else most
         return max(SMALLEST_CHUNK, min(most, wanted))
 
     def _learn_decode(self, rows: int, seconds: float) -> None:
         self._fastest = min(self._fastest, seconds)
+        most = self._most_rows
+        self._most_rows = max(most, rows)
         if self._fixed is None:
             self._fixed = seconds
+            return
+        if rows > NEW_ROWS * most:  # the time grows at most as the number of rows does
+            seconds = min(seconds, self._decode_seconds(most) * rows / most)
+            self._row = max(0.0, seconds - self._fixed) / rows
             return
         expected, scaled = self._decode_seconds(rows), rows / ROWS
         error = LEARNING_RATE * min(seconds - expected, expected) / (1 + scaled * scaled)

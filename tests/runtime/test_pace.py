@@ -59,19 +59,55 @@ def test_prompts_get_more_the_more_of_them_wait(seconds: Callable[[int, int], fl
     assert tokens[2] == pytest.approx(2 * tokens[0], abs=2)
 
 
-def test_a_burst_starts_together() -> None:
-    """From more prompts than rows on, until a quarter of the rows' number waits."""
+@pytest.mark.parametrize("is_idle", [True, False])
+def test_a_burst_starts_together(is_idle: bool) -> None:
+    """If no row decodes when it comes, until an eighth of the rows' number waits."""
     seconds = SECONDS["processor"]
     pace = taught(seconds, random.Random(4))
-    for tokens in (96, 192, 384, 768):
+    for tokens in (96, 192, 384, 768, 1536):
         pace.learn(8, tokens, seconds(8, tokens))
     pace.learn(8, 0, seconds(8, 0))
-    for rows, waiting, is_burst in ((8, 8, False), (8, 9, True), (16, 5, True), (16, 4, False)):
+    pace.prompt_tokens(0 if is_idle else 8, 0)
+    if is_idle:
+        assert pace.prompt_tokens(0, 32) is None
+    for rows, waiting, in_burst in ((8, 24, True), (24, 4, True), (24, 3, False), (8, 9, False)):
         chunk = pace.prompt_tokens(rows, waiting)
         assert chunk is not None
         prompts = seconds(rows, chunk) - seconds(rows, 0)
-        expected = BURST_SECONDS if is_burst else seconds(rows, 0) * (rows + waiting) / rows
-        assert prompts == pytest.approx(expected, rel=0.2)
+        share = seconds(rows, 0) * (rows + waiting) / rows
+        assert prompts == pytest.approx(BURST_SECONDS if in_burst and is_idle else share, rel=0.2)
+
+
+def test_the_time_of_many_more_rows_is_not_ascribed_to_prompts(
+    seconds: Callable[[int, int], float],
+) -> None:
+    """Only steps of 1 and 2 rows were measured; then 24 rows decode, and 8 prompts come."""
+    pace = StepPace()
+    for rows, tokens in ((0, 128), (1, 0), (1, 0), (2, 0), (0, 768)):
+        pace.learn(rows, tokens, seconds(rows, tokens))
+    assert pace.prompt_tokens(24, 8) == 0
+    pace.learn(24, 0, seconds(24, 0))
+    for _ in range(6):
+        chunk = pace.prompt_tokens(24, 8)
+        assert chunk is not None
+        pace.learn(24, chunk, seconds(24, chunk))
+    chunk = pace.prompt_tokens(24, 8)
+    assert chunk is not None
+    assert 1.5 < seconds(24, chunk) / seconds(24, 0) < 3
+
+
+def test_a_pause_in_the_first_step_of_many_rows_is_bounded() -> None:
+    """The time of a step grows at most as the number of its rows does."""
+    seconds = SECONDS["slow processor"]
+    pace = StepPace()
+    for rows, tokens in ((0, 128), (1, 0), (2, 0), (2, 0), (0, 768)):
+        pace.learn(rows, tokens, seconds(rows, tokens))
+    pace.learn(8, 0, 30.0)
+    chunk = FIRST_CHUNK
+    for _ in range(4):
+        pace.learn(8, chunk, seconds(8, chunk))
+        chunk = pace.prompt_tokens(8, 1) or 0
+    assert seconds(8, chunk) < 5 * seconds(8, 0)
 
 
 @pytest.mark.parametrize("tokens", [0, 100])
@@ -139,8 +175,11 @@ def test_nothing_is_bounded_where_no_row_decodes() -> None:
     assert pace.prompt_tokens(1, 1) == FIRST_CHUNK
 
 
-def test_a_fixed_number_ends_where_more_prompts_wait_than_rows_decode() -> None:
+def test_a_fixed_number_bounds_all_steps_but_those_of_a_burst() -> None:
     pace = FixedPace(48)
     pace.learn(4, 48, 1.0)
-    assert pace.prompt_tokens(4, 4) == 48
-    assert pace.prompt_tokens(4, 5) is None
+    assert pace.prompt_tokens(4, 5) == 48
+    assert pace.prompt_tokens(0, 9) is None
+    assert pace.prompt_tokens(8, 2) is None
+    assert pace.prompt_tokens(8, 1) == 48
+    assert pace.prompt_tokens(8, 9) == 48
