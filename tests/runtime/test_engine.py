@@ -341,27 +341,24 @@ def test_a_prompt_is_computed_in_small_chunks_beside_a_row_that_decodes(artifact
     engine = scripted(artifact, range(2, 200), max_prefill_tokens=8)
     engine.submit(list(range(2, 42)), greedy(20))
     engine.step()
-    assert engine.session.steps == [40]  # type: ignore[attr-defined]  # alone: no limit
-    engine.submit(list(range(50, 70)), greedy(4))
-    while engine.busy:
-        engine.step()
-    steps = engine.session.steps[1:]  # type: ignore[attr-defined]
-    assert steps[:4] == [9, 9, 5, 2]  # eight of the prompt, and a token of the other row
-
-
-def test_chunks_are_not_bounded_while_more_prompts_wait_than_rows_decode(
-    artifact: Artifact,
-) -> None:
-    options = {"max_prefill_tokens": 7, "max_batch_tokens": 41, "max_batch_size": 4}
-    engine = scripted(artifact, range(2, 200), **options)
-    engine.submit(list(range(2, 42)), greedy(20))
     engine.step()
-    for first in (50, 90, 130, 170):  # the last one has no row to come
+    assert engine.session.steps == [40, 1]  # type: ignore[attr-defined]  # alone: no limit
+    for first in (50, 90):
         engine.submit(list(range(first, first + 20)), greedy(4))
     while engine.busy:
         engine.step()
-    steps = engine.session.steps[1:]  # type: ignore[attr-defined]
-    assert steps[:4] == [41, 3 + 7, 3 + 7, 3 + 6]
+    steps = engine.session.steps[2:]  # type: ignore[attr-defined]
+    assert steps[:4] == [9, 9, 9, 10]  # eight of the prompts, and a token of each row that decodes
+
+
+def test_prompts_that_come_to_an_idle_engine_start_together(artifact: Artifact) -> None:
+    options = {"max_prefill_tokens": 7, "max_batch_tokens": 41, "max_batch_size": 4}
+    engine = scripted(artifact, range(2, 200), **options)
+    for first in (2, 50, 90, 130, 170):  # the last one has no row to come
+        engine.submit(list(range(first, first + 20)), greedy(9))
+    while engine.busy:
+        engine.step()
+    assert engine.session.steps[:3] == [41, 2 + 39, 4]  # type: ignore[attr-defined]
 
 
 def test_chunks_are_as_large_as_the_time_of_steps_allows(
