@@ -151,12 +151,13 @@ def test_a_pipe_under_the_c_locale(artifact: Path) -> None:
     assert done.stderr.startswith(b"kvgraph: stdin: expected text in UTF-8, got 'utf-8' codec")
 
 
-def test_an_artifact_without_a_template(
+def test_an_artifact_without_a_tokenizer(
     compiled: Compiled, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     outcome = piped(monkeypatch, compiled("llama"), QUESTION)
     assert (outcome.code, outcome.out) == (2, "")
-    assert re.match(r"kvgraph: .*: expected a chat template in .*, got none; pass", outcome.err)
+    said = "kvgraph: .*: expected tokenizer.json for chats, got none; add it to the model folder"
+    assert re.match(said, outcome.err)
 
 
 # -- a terminal

@@ -21,7 +21,7 @@ from kvgraph.cli.options import (
 )
 from kvgraph.cli.ranks import follows
 from kvgraph.contract.plain import JsonObject
-from kvgraph.errors import KVGraphError, RequestError
+from kvgraph.errors import ArtifactError, KVGraphError, RequestError
 from kvgraph.plural import plural
 
 if TYPE_CHECKING:
@@ -65,6 +65,7 @@ def chat(
     /clear begins a new talk, /quit or Ctrl-D ends it. Ctrl-C stops an answer.
     """
     from kvgraph.runtime.artifact import load
+    from kvgraph.runtime.chat import Prompts
     from kvgraph.runtime.engine import Engine
     from kvgraph.runtime.sampling import SamplingParams
     from kvgraph.serve.facts import longest_context
@@ -83,6 +84,11 @@ def chat(
         loaded = load(artifact, verify=verify or None)
     if follows(loaded, session, threads, None):
         return
+    if missing := Prompts(loaded.folder).missing_chat_file:
+        raise ArtifactError(
+            f"{loaded.folder}: expected {missing} for chats, got none; add it to the model folder "
+            "and compile again"
+        )
     with working("opening the session"):
         engine = Engine(
             loaded,

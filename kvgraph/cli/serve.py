@@ -75,7 +75,10 @@ def serve(
         typer.Option(min=0, help="Most prompt tokens that wait [default: 16 steps of prefill]."),
     ] = None,
     api_key_file: Annotated[
-        Path | None, typer.Option(help="File of API keys, one a line [default: no key].")
+        Path | None,
+        typer.Option(
+            help="File of API keys, one a line, read once at the start [default: no key]."
+        ),
     ] = None,
     drain_seconds: Annotated[
         float, typer.Option(min=0, help="Time for running requests after SIGTERM.")

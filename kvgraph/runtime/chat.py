@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, TypedDict, Unpack
 from kvgraph.contract.files import read_fields, read_text
 from kvgraph.contract.generation import GENERATION, suggested
 from kvgraph.contract.plain import JsonObject
+from kvgraph.contract.tokenizer import NAME as TOKENIZER
 from kvgraph.contract.values import shown
 from kvgraph.errors import ArtifactError, RequestError
 from kvgraph.runtime.arguments import flag, instance
@@ -81,12 +82,19 @@ class Prompts:
     def __init__(self, folder: Path) -> None:
         self._text = TextCodec(folder)
         self._templates = ChatTemplates(folder)
-        self._folder = folder
+        self.folder = folder
 
     @property
     def tokenizer(self) -> Tokenizer | None:
         """The tokenizer of the `tokenizers` package; None if the artifact has none."""
         return self._text.tokenizer
+
+    @property
+    def missing_chat_file(self) -> str | None:
+        """A file that chats need and the artifact lacks; None if it has all."""
+        if self._text.tokenizer is None:
+            return TOKENIZER
+        return None if self._templates.has_any else TEMPLATE
 
     def default_sampling_params(self) -> SamplingParams:
         """Sampling parameters of the model's generation_config.json, else greedy sampling.
@@ -108,7 +116,7 @@ class Prompts:
         return self._suggested({})[0]
 
     def _suggested(self, given: JsonObject) -> tuple[JsonObject, SamplingParams]:
-        path = self._folder / GENERATION
+        path = self.folder / GENERATION
         fields = suggested(read_fields(path, ArtifactError))
         try:
             return fields, SamplingParams(**fields | given)
@@ -340,6 +348,10 @@ class ChatTemplates:
         lists = {each["role"] for each in chat if isinstance(each.get("content"), list)}
         taken = [role for role in lists if text and rendered(as_parts(probes, role)) == text]
         return partial(joined_text, others=taken), shows_text
+
+    @property
+    def has_any(self) -> bool:
+        return bool(self._sources)
 
     @property
     def _names(self) -> str:

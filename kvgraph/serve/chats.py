@@ -103,10 +103,11 @@ async def _rendered(
         is_long = len(text) > LONG_TEXT
         return text, [] if is_long else served.prompts.tokenize(text, special_tokens=False)
 
+    served.require_chats()
     try:
         text, tokens = await asyncio.to_thread(render)
     except (RequestError, ArtifactError) as error:
-        refused = refusal(error)
+        refused = refusal(RequestError(served.without_folder(error)))
         refused.param = refused.param or "messages"
         raise refused from error
     if len(text) > LONG_TEXT:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
@@ -87,7 +88,18 @@ class Served:
         try:
             return self.prompts.tokenize(text, special_tokens=special_tokens)
         except (RequestError, ArtifactError) as error:
-            raise ServeError(400, str(error), param=about) from error
+            raise ServeError(400, self.without_folder(error), param=about) from error
+
+    def require_chats(self) -> None:
+        """Raise ServeError if the artifact lacks a file that chats need."""
+        if missing := self.prompts.missing_chat_file:
+            sentence = f"messages: expected a model with {missing}, got none; use /v1/completions"
+            raise ServeError(400, sentence, param="messages")
+
+    def without_folder(self, error: Exception) -> str:
+        """What `error` says, without the artifact's folder, which is not for clients."""
+        folder = self.prompts.folder
+        return str(error).replace(f"{folder}{os.sep}", "").replace(f"{folder}: ", "")
 
     def detokenize(
         self, tokens: list[int], *, special_tokens: bool = True, about: str = "tokens"

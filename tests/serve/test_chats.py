@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import shutil
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,7 +15,8 @@ from kvgraph import Engine, SamplingParams
 from kvgraph.serve import chats
 from kvgraph.serve.protocol import ChatRequest
 from kvgraph.serve.tools import Tools
-from tests.serve.running import Server, answered, refusal
+from tests.serve.running import Server, answered, refusal, serving
+from tests.support.artifacts import rehash
 
 PATH = "/v1/chat/completions"
 MESSAGES = [
@@ -216,6 +220,29 @@ def rendered(given: ChatRequest) -> dict[str, Any]:
         return ""
 
     prompts = SimpleNamespace(render_chat=render, tokenize=lambda text, special_tokens: [])
-    served: Any = SimpleNamespace(prompts=prompts)
+    served: Any = SimpleNamespace(prompts=prompts, require_chats=lambda: None)
     asyncio.run(chats._rendered(served, given, Tools(given)))
     return seen
+
+
+@pytest.mark.parametrize("missing", ["tokenizer.json", "chat_template.jinja"])
+def test_an_artifact_that_lacks_a_file_for_chats(
+    artifact: Path, tmp_path: Path, missing: str
+) -> None:
+    """A client cannot add the file, and does not learn where the artifact is."""
+    folder = Path(shutil.copytree(artifact, tmp_path / "model.kvg"))
+    (folder / missing).unlink()
+    manifest = json.loads((folder / "manifest.json").read_text())
+    del manifest["files"][missing]
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    rehash(folder)
+    said = f"messages: expected a model with {missing}, got none; use /v1/completions"
+    with serving(tmp_path / "log", folder, "--threads", 1) as server:
+        for path in (PATH, "/tokenize"):
+            assert refusal(server.post(path, {"messages": MESSAGES}), 400) == said
+        assert missing in refusal(server.post("/v1/responses", {"input": "Hi"}), 400)
+        if missing == "tokenizer.json":
+            told = refusal(server.post("/v1/completions", {"prompt": "Hi"}), 400)
+            assert told == f"expected {missing} for a text prompt, got none; pass token ids"
+        else:
+            assert server.complete("Hi")["choices"][0]["text"]
