@@ -141,8 +141,8 @@ def test_frequencies_of_llama_3(tmp_path: Path) -> None:
             "llama.expert_used_count: expected a number, got none; compile",
         ),
         (
-            {"llama__block_count_": 8, "extra": "blk.0.attn_q.bias"},
-            "blk.0.attn_q.bias: expected tensors of 'llama' alone, got one that it lacks; compile",
+            {"llama__block_count_": 8, "extra": "blk.0.attn_q_norm.weight"},
+            "blk.0.attn_q_norm.weight: expected tensors of 'llama' alone, got one that it lacks; ",
         ),
         ({"split__count": "two"}, "split.count: expected a number, got 'two'; compile the check"),
         (

@@ -7,15 +7,39 @@ from typing import Any
 import numpy as np
 
 COUNTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
-USED = {"gemma4": "top_k_experts", "ernie4_5-moe": "moe_k"}
+USED = {"gemma4": "top_k_experts", "ernie4_5-moe": "moe_k", "hunyuan-moe": "moe_topk"}
+
+GPT2 = {
+    "n_positions": "max_position_embeddings",
+    "n_embd": "hidden_size",
+    "n_layer": "num_hidden_layers",
+    "n_head": "num_attention_heads",
+    "n_inner": "intermediate_size",
+}
+"""Names in a configuration -> those of other models."""
+
+EPSILONS = ("norm_epsilon", "layer_norm_eps", "norm_eps", "layer_norm_epsilon")
+"""Names of the epsilon of layer norms."""
+
+WITHOUT_WIDTH = ("mixtral", "granitemoe", "granitemoeshared", "olmoe")
+"""Types of models whose files do not say how wide experts are."""
 
 MULTIPLIERS = {
     "attention_multiplier": "attention.scale",
     "embedding_multiplier": "embedding_scale",
     "residual_multiplier": "residual_scale",
     "logits_scaling": "logit_scale",
+    "logit_scale": "logit_scale",
     "routed_scaling_factor": "expert_weights_scale",
 }
+
+
+def add_epsilon(writer: Any, config: dict[str, Any]) -> None:
+    for name in EPSILONS:
+        if name in config:
+            writer.add_layer_norm_eps(config[name])
+    if "rms_norm_eps" in config:
+        writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
 
 
 def add_latent(writer: Any, config: dict[str, Any], *, is_old: bool) -> None:
@@ -60,10 +84,13 @@ def add_own(writer: Any, name: str, config: dict[str, Any]) -> None:
     """Fields of rotary parameters, of windows, of caps and of experts."""
     import gguf
 
+    if name == "gpt2":
+        return
     rope = config["rope_parameters"]
     other = rope.get("sliding_attention")
     rope = rope.get("full_attention", rope)
-    writer.add_rope_freq_base(rope["rope_theta"])
+    if name != "stablelm":
+        writer.add_rope_freq_base(rope["rope_theta"])
     if other is not None and other["rope_theta"] != 10000:
         writer.add_rope_freq_base_swa(other["rope_theta"])
     if rope["rope_type"] in ("linear", "yarn"):
@@ -84,11 +111,13 @@ def add_own(writer: Any, name: str, config: dict[str, Any]) -> None:
     if "partial_rotary_factor" in rope and name != "gemma4":
         width = config.get("head_dim", config["hidden_size"] // config["num_attention_heads"])
         writer.add_rope_dimension_count(int(width * rope["partial_rotary_factor"]))
-    if name in ("gemma2", "gemma3", "gemma4", "gpt-oss", "olmo2", "exaone4", "phi3"):
+    if name in ("gemma2", "gemma3", "gemma4", "gpt-oss", "olmo2", "exaone4", "phi3", "cohere2"):
         writer.add_sliding_window(config.get("sliding_window") or 0)
     if config["model_type"] in ("gemma4_text", "olmo3", "exaone4"):
         local = [kind == "sliding_attention" for kind in config["layer_types"]]
         writer.add_sliding_window_pattern(local)
+    if name == "llama4":
+        writer.add_interleave_moe_layer_step(config["interleave_moe_layer_step"])
     if name == "ernie4_5-moe":
         writer.add_interleave_moe_layer_step(config["moe_layer_interval"])
         writer.add_leading_dense_block_count(config["moe_layer_start_index"])
@@ -105,11 +134,16 @@ def add_own(writer: Any, name: str, config: dict[str, Any]) -> None:
     if count is not None:
         writer.add_expert_count(count)
         writer.add_expert_used_count(config[USED.get(name, "num_experts_per_tok")])
-    if count is not None and config["model_type"] not in ("mixtral", "granitemoe", "olmoe"):
+    if count is not None and config["model_type"] not in WITHOUT_WIDTH:
         width = config.get("moe_intermediate_size", config["intermediate_size"])
         writer.add_expert_feed_forward_length(width)
     if name == "qwen2moe":
         writer.add_expert_shared_feed_forward_length(config["shared_expert_intermediate_size"])
+    if name == "hunyuan-moe":
+        writer.add_expert_shared_feed_forward_length(config["intermediate_size"])
+        writer.add_expert_shared_count(1)
+    if "shared_intermediate_size" in config:
+        writer.add_expert_shared_feed_forward_length(config["shared_intermediate_size"])
     if name == "minimax-m2":
         writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
     if name in ("glm4moe", "deepseek2", "dots1"):

@@ -19,6 +19,15 @@ ARCHITECTURES = {
     "ministral3": "mistral3",
     "smollm3": "smollm3",
     "granite": "granite",
+    "llama4_text": "llama4",
+    "starcoder2": "starcoder2",
+    "cohere": "command-r",
+    "cohere2": "cohere2",
+    "stablelm": "stablelm",
+    "nemotron": "nemotron",
+    "gpt2": "gpt2",
+    "hunyuan_v1_moe": "hunyuan-moe",
+    "granitemoeshared": "granitemoe",
     "granitemoe": "granitemoe",
     "glm4": "glm4",
     "glm4_moe": "glm4moe",
@@ -86,6 +95,7 @@ def make(
     import gguf
 
     config = json.loads((folder / "config.json").read_text())
+    config |= {to: config[own] for own, to in gguf_fields.GPT2.items() if own in config}
     name = name or ARCHITECTURES[config["model_type"]]
     writer = gguf.GGUFWriter(
         out, name, endianess=gguf.GGUFEndian[byte_order], split_max_tensors=most_tensors
@@ -94,19 +104,20 @@ def make(
     writer.add_embedding_length(config["hidden_size"])
     writer.add_block_count(config["num_hidden_layers"] + more_layers)
     if name != "gemma4":
-        writer.add_feed_forward_length(config["intermediate_size"])
+        width = config.get("intermediate_size_mlp", config["intermediate_size"])
+        writer.add_feed_forward_length(width)
     writer.add_head_count(config["num_attention_heads"])
     is_latent = name == "deepseek2" and not is_old
     if name == "gemma4":
         gguf_fields.add_gemma4(writer, config)
-    else:
+    elif name != "gpt2":
         writer.add_head_count_kv(1 if is_latent else config["num_key_value_heads"])
     if name == "deepseek2":
         gguf_fields.add_latent(writer, config, is_old=is_old)
-    elif "head_dim" in config and name != "gemma4":
+    elif "head_dim" in config and name not in ("gemma4", "gpt2", "stablelm"):
         writer.add_key_length(config["head_dim"])
         writer.add_value_length(config["head_dim"])
-    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    gguf_fields.add_epsilon(writer, config)
     writer.add_vocab_size(config["vocab_size"])
     gguf_fields.add_own(writer, name, config)
     for key, value in fields.items():
@@ -161,18 +172,24 @@ def _as_stored(
     """Tensors with llama.cpp's changes, in float32, by transformers' names of them."""
     for full, given in stored.items():
         weight = given.astype(np.float32)
-        if name in PERMUTED and full.endswith(("q_proj.weight", "k_proj.weight")):
+        if name in PERMUTED and (".q_proj." in full or ".k_proj." in full):
             heads = config["num_attention_heads" if ".q_proj" in full else "num_key_value_heads"]
             weight = _permuted(weight, heads)
-        if name in ("gemma", "gemma2", "gemma3") and full.endswith("norm.weight"):
+        if name == "gpt2" and ".h." in full and weight.ndim > 1:
+            weight = np.ascontiguousarray(weight.T)
+        if name in ("gemma", "gemma2", "gemma3", "nemotron") and full.endswith("norm.weight"):
             weight = weight + 1
-        if name == "gpt-oss" and ".experts." in full:
-            yield from _experts_of_gpt_oss(full, weight)
+        if name in ("gpt-oss", "llama4") and ".experts." in full:
+            yield from _turned_experts(full, weight, do_alternate=name == "gpt-oss")
         elif full.endswith("kv_b_proj.weight") and not is_old:
             heads = weight.reshape(config["num_attention_heads"], -1, weight.shape[-1])
             keys, values = np.split(heads, [config["qk_nope_head_dim"]], 1)
             yield full.replace("kv_b", "k_b"), np.ascontiguousarray(keys.swapaxes(1, 2))
             yield full.replace("kv_b", "v_b"), np.ascontiguousarray(values)
+        elif full.endswith("shared_mlp.input_linear.weight"):  # gate above up
+            stem = full.removesuffix("shared_mlp.input_linear.weight")
+            for part, rows in zip(("gate", "up"), np.split(weight, 2), strict=True):
+                yield f"{stem}mlp.shared_mlp.{part}_proj.weight", rows
         elif full.endswith("input_linear.weight"):  # gate above up
             stem = full.removesuffix("input_linear.weight")
             for part, rows in zip(("w1", "w3"), np.split(weight, 2, 1), strict=True):
@@ -184,14 +201,18 @@ def _as_stored(
             yield f"{to}.weight" if full.endswith(WITHOUT_SUFFIX) else to, weight
 
 
-def _experts_of_gpt_oss(full: str, weight: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:
-    """Gate and up apart, the latter first, and outputs in rows."""
+def _turned_experts(
+    full: str, weight: np.ndarray, *, do_alternate: bool
+) -> Iterator[tuple[str, np.ndarray]]:
+    """Gate and up apart, the latter first, and outputs in rows. `do_alternate`: theirs do."""
     stem, end = (full[:-5], "bias") if full.endswith("_bias") else (full, "weight")
     rows = weight if end == "bias" else weight.swapaxes(1, 2)
     if stem.endswith("gate_up_proj"):
+        size = rows.shape[1] // 2
         for place, part in ((1, "up_proj"), (0, "gate_proj")):
             name = f"{stem.removesuffix('gate_up_proj')}{part}.{end}"
-            yield name, np.ascontiguousarray(rows[:, place::2])
+            own = slice(place, None, 2) if do_alternate else slice(place * size, (place + 1) * size)
+            yield name, np.ascontiguousarray(rows[:, own])
     else:
         yield f"{stem}.{end}", np.ascontiguousarray(rows)
 

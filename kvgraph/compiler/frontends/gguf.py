@@ -30,6 +30,7 @@ from kvgraph.compiler.frontends.gguf_file import (
     told_of,
 )
 from kvgraph.compiler.frontends.gguf_tokenizer import ENDS, ROLES, write_tokenizer
+from kvgraph.compiler.quiet import quiet_loggers
 from kvgraph.contract.generation import GENERATION
 from kvgraph.contract.leftovers import scratch
 from kvgraph.errors import UnsupportedError
@@ -65,7 +66,8 @@ def as_folder(model: Path) -> Iterator[Path]:
         yield model
         return
     with scratch("gguf") as folder, told_of(model, str(folder)):
-        _write(model.absolute(), folder)
+        with quiet_loggers("transformers"):
+            _write(model.absolute(), folder)
         yield folder
 
 

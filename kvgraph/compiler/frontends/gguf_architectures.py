@@ -9,10 +9,27 @@ from collections.abc import Callable
 
 from kvgraph.compiler.frontends.gguf_file import Metadata, entries
 from kvgraph.compiler.frontends.gguf_gemma import gemma2, gemma3, gemma4
-from kvgraph.compiler.frontends.gguf_layers import FULL, SLIDING, experts, layer_types, window
+from kvgraph.compiler.frontends.gguf_layers import (
+    FULL,
+    MIXTRAL,
+    SLIDING,
+    experts,
+    has_biases,
+    layer_types,
+    partial,
+    uniform,
+    window,
+)
+from kvgraph.compiler.frontends.gguf_llama import llama, llama4
+from kvgraph.compiler.frontends.gguf_norms import (
+    cohere2,
+    command_r,
+    gpt2,
+    nemotron,
+    stablelm,
+    starcoder2,
+)
 from kvgraph.contract.plain import JsonObject
-
-MIXTRAL = {"expert_count": "num_local_experts", "expert_used_count": "num_experts_per_tok"}
 
 EXPERTS = {
     "expert_count": "num_experts",
@@ -27,45 +44,45 @@ ERNIE = {
     "interleave_moe_layer_step": "moe_layer_interval",
 }
 
+HUNYUAN = {"expert_count": "num_experts", "expert_used_count": "moe_topk"}
+
 ROUTED = EXPERTS | {"expert_count": "n_routed_experts"}
 
 SOFTMAX, SIGMOID = 1, 2
 """llama.cpp's numbers of functions that make weights of experts."""
 
 
-def _dense(given: Metadata, said: JsonObject, width: int) -> JsonObject:
-    """A model whose layers are all equal."""
-    given.require("rope.dimension_count", width)
-    local = given.number("attention.sliding_window", 0)
-    if 0 < local < said["max_position_embeddings"]:
-        raise given.refuse("attention.sliding_window", "none")
-    return {}
-
-
-def _llama(given: Metadata, said: JsonObject, width: int) -> JsonObject:
-    """Mixtral too."""
-    dense = _dense(given, said, width)
-    if not given.get("expert_count"):
-        return dense
-    return dense | {"model_type": "mixtral"} | experts(given, MIXTRAL)
+def _attention(given: Metadata, said: JsonObject, width: int) -> JsonObject:
+    """A model whose layers are all equal, and whose attention may have biases."""
+    return uniform(given, said, width) | {"attention_bias": has_biases(given, "attn_q")}
 
 
 def _qwen3_moe(given: Metadata, said: JsonObject, width: int) -> JsonObject:
-    return _dense(given, said, width) | experts(given, EXPERTS) | {"norm_topk_prob": True}
+    return _attention(given, said, width) | experts(given, EXPERTS) | {"norm_topk_prob": True}
 
 
 def _qwen2_moe(given: Metadata, said: JsonObject, width: int) -> JsonObject:
     shared = given.required("expert_shared_feed_forward_length")
-    return _qwen3_moe(given, said, width) | {
-        "norm_topk_prob": False,
-        "shared_expert_intermediate_size": shared,
-    }
+    return (
+        uniform(given, said, width)
+        | experts(given, EXPERTS)
+        | {"norm_topk_prob": False, "shared_expert_intermediate_size": shared}
+    )
+
+
+def _hunyuan_moe(given: Metadata, said: JsonObject, width: int) -> JsonObject:
+    """Experts and the shared one are equally wide."""
+    size = given.required("feed_forward_length")
+    for name in ("expert_feed_forward_length", "expert_shared_feed_forward_length"):
+        given.require(name, size)
+    given.require("expert_shared_count", 1)
+    return _attention(given, said, width) | experts(given, HUNYUAN)
 
 
 def _olmo2(given: Metadata, said: JsonObject, width: int) -> JsonObject:
     """Olmo 3 too, whose layers with a window have rotary embeddings without scaling."""
     if not given.number("attention.sliding_window", 0):
-        return _dense(given, said, width)
+        return uniform(given, said, width)
     given.require("rope.dimension_count", width)
     rope: JsonObject = said["rope_parameters"]
     theta = given.number("rope.freq_base_swa", rope["rope_theta"])
@@ -91,10 +108,10 @@ def _exaone4(given: Metadata, said: JsonObject, width: int) -> JsonObject:
 
 
 def _seed_oss(given: Metadata, said: JsonObject, width: int) -> JsonObject:
-    return _dense(given, said, width) | {
-        "attention_bias": given.has("blk.0.attn_q.bias"),
-        "attention_out_bias": given.has("blk.0.attn_output.bias"),
-        "mlp_bias": given.has("blk.0.ffn_up.bias"),
+    return uniform(given, said, width) | {
+        "attention_bias": has_biases(given, "attn_q"),
+        "attention_out_bias": has_biases(given, "attn_output"),
+        "mlp_bias": has_biases(given, "ffn_up"),
     }
 
 
@@ -105,24 +122,24 @@ def _minimax_m2(given: Metadata, said: JsonObject, width: int) -> JsonObject:
     own = experts(given, MIXTRAL) | {
         "intermediate_size": given.required("expert_feed_forward_length")
     }
-    return _partial(given, said, width) | own
+    return partial(given, said, width) | own
 
 
 def _dots1(given: Metadata, said: JsonObject, width: int) -> JsonObject:
     if not _has_sigmoid(given, said):
         raise given.refuse("expert_gating_func", f"{SIGMOID}, the sigmoid")
-    return _dense(given, said, width) | _routed(given, said)
+    return uniform(given, said, width) | _routed(given, said)
 
 
 def _olmoe(given: Metadata, said: JsonObject, width: int) -> JsonObject:
     own = {name: given.required(of) for of, name in EXPERTS.items() if "length" not in of}
-    return _dense(given, said, width) | own | {"norm_topk_prob": False}
+    return uniform(given, said, width) | own | {"norm_topk_prob": False}
 
 
 def _ernie_moe(given: Metadata, said: JsonObject, width: int) -> JsonObject:
     """Experts behind dense layers, in each layer or in every second, third..."""
     return (
-        _dense(given, said, width)
+        uniform(given, said, width)
         | experts(given, ERNIE)
         | {
             "moe_num_shared_experts": int(given.number("expert_shared_count", 0)),
@@ -135,17 +152,17 @@ def _glm4(given: Metadata, said: JsonObject, width: int) -> JsonObject:
     """Files of models that see images have other rotary pairs."""
     if any(entries(given.reader, f"{given.kind}.rope.dimension_sections")):
         raise given.refuse("rope.dimension_sections", "none")
-    return _partial(given, said, width) | {"attention_bias": given.has("blk.0.attn_q.bias")}
+    return partial(given, said, width) | {"attention_bias": has_biases(given, "attn_q")}
 
 
 def _glm4_moe(given: Metadata, said: JsonObject, width: int) -> JsonObject:
     if given.get("expert_gating_func") not in (None, 0, SIGMOID):
         raise given.refuse("expert_gating_func", f"{SIGMOID}, the sigmoid")
     return (
-        _partial(given, said, width)
+        partial(given, said, width)
         | _routed(given, said)
         | {
-            "attention_bias": given.has("blk.0.attn_q.bias"),
+            "attention_bias": has_biases(given, "attn_q"),
             "use_qk_norm": given.has("blk.0.attn_q_norm.weight"),
         }
     )
@@ -207,18 +224,16 @@ def _routed(given: Metadata, said: JsonObject) -> JsonObject:
     }
 
 
-def _partial(given: Metadata, said: JsonObject, width: int) -> JsonObject:
-    """A part of each head has rotary embeddings."""
-    part = given.number("rope.dimension_count", width) / width
-    return {"rope_parameters": said["rope_parameters"] | {"partial_rotary_factor": part}}
-
-
 def _granite(given: Metadata, said: JsonObject, width: int) -> JsonObject:
     given.require("rope.scaling.finetuned", 1)  # llama.cpp's name for "has rotary embeddings"
-    given.require("expert_shared_feed_forward_length", 0)
     routed = experts(given, MIXTRAL) if given.kind == "granitemoe" else {}
+    shared = int(given.number("expert_shared_feed_forward_length", 0))
+    if shared and not routed:
+        raise given.refuse("expert_shared_feed_forward_length", "none")
+    if shared:
+        routed |= {"model_type": "granitemoeshared", "shared_intermediate_size": shared}
     return (
-        _dense(given, said, width)
+        _attention(given, said, width)
         | routed
         | {
             "attention_multiplier": given.number("attention.scale", 0) or width**-0.5,
@@ -231,7 +246,7 @@ def _granite(given: Metadata, said: JsonObject, width: int) -> JsonObject:
 
 def _mistral3(given: Metadata, said: JsonObject, width: int) -> JsonObject:
     """Ministral's queries grow with the position; those of other files do not."""
-    dense = _dense(given, said, width) | {"model_type": "mistral", "sliding_window": None}
+    dense = uniform(given, said, width) | {"model_type": "mistral", "sliding_window": None}
     beta = given.number("attention.temperature_scale", 0)
     if not beta:
         return dense
@@ -277,33 +292,41 @@ Own = Callable[[Metadata, JsonObject, int], JsonObject]
 """Makes fields of an architecture's own, from a file, the other fields and the width of heads."""
 
 ARCHITECTURES: dict[str, tuple[str, Own]] = {
-    "llama": ("llama", _llama),
+    "llama": ("llama", llama),
+    "llama4": ("llama4_text", llama4),
     "mistral3": ("mistral", _mistral3),
-    "smollm3": ("smollm3", _dense),
+    "smollm3": ("smollm3", uniform),
     "granite": ("granite", _granite),
     "granitemoe": ("granitemoe", _granite),
-    "qwen2": ("qwen2", _dense),
-    "qwen2vl": ("qwen2", _dense),
-    "qwen3": ("qwen3", _dense),
-    "qwen3vl": ("qwen3", _dense),
+    "qwen2": ("qwen2", uniform),
+    "qwen2vl": ("qwen2", uniform),
+    "qwen3": ("qwen3", _attention),
+    "qwen3vl": ("qwen3", _attention),
     "qwen2moe": ("qwen2_moe", _qwen2_moe),
     "qwen3moe": ("qwen3_moe", _qwen3_moe),
     "qwen3vlmoe": ("qwen3_moe", _qwen3_moe),
     "glm4": ("glm4", _glm4),
     "glm4moe": ("glm4_moe", _glm4_moe),
     "deepseek2": ("deepseek_v2", _deepseek2),
-    "ernie4_5": ("ernie4_5", _dense),
+    "ernie4_5": ("ernie4_5", uniform),
     "ernie4_5-moe": ("ernie4_5_moe", _ernie_moe),
     "exaone4": ("exaone4", _exaone4),
     "seed_oss": ("seed_oss", _seed_oss),
-    "hunyuan-dense": ("hunyuan_v1_dense", _dense),
+    "hunyuan-dense": ("hunyuan_v1_dense", _attention),
+    "hunyuan-moe": ("hunyuan_v1_moe", _hunyuan_moe),
+    "starcoder2": ("starcoder2", starcoder2),
+    "command-r": ("cohere", command_r),
+    "cohere2": ("cohere2", cohere2),
+    "stablelm": ("stablelm", stablelm),
+    "nemotron": ("nemotron", nemotron),
+    "gpt2": ("gpt2", gpt2),
     "minimax-m2": ("minimax_m2", _minimax_m2),
     "dots1": ("dots1", _dots1),
     "olmoe": ("olmoe", _olmoe),
     "olmo2": ("olmo2", _olmo2),
     "phi3": ("phi3", _phi3),
     "gpt-oss": ("gpt_oss", _gpt_oss),
-    "gemma": ("gemma", _dense),
+    "gemma": ("gemma", uniform),
     "gemma2": ("gemma2", gemma2),
     "gemma3": ("gemma3_text", gemma3),
     "gemma4": ("gemma4_text", gemma4),

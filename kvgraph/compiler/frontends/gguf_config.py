@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from kvgraph.compiler.frontends.gguf_architectures import ARCHITECTURES
 from kvgraph.compiler.frontends.gguf_file import Metadata, converting, entries, field
+from kvgraph.compiler.frontends.gguf_norms import EPSILONS
 from kvgraph.compiler.frontends.gguf_rope import rope
 from kvgraph.compiler.frontends.gguf_tokenizer import ends
 from kvgraph.contract.plain import JsonObject
@@ -22,9 +23,11 @@ FIELDS = {
     "block_count": "num_hidden_layers",
     "embedding_length": "hidden_size",
     "attention.head_count": "num_attention_heads",
-    "attention.layer_norm_rms_epsilon": "rms_norm_eps",
 }
 """Fields that every file has -> their names in a configuration."""
+
+OPTIONAL = ("intermediate_size", "vocab_size", "num_key_value_heads", "rope_parameters")
+"""Names in a configuration that are left out if they are none."""
 
 
 def configuration(path: Path, reader: GGUFReader, kind: str) -> JsonObject:
@@ -38,8 +41,10 @@ def configuration(path: Path, reader: GGUFReader, kind: str) -> JsonObject:
     given = Metadata(path, reader, kind)
     model_type, more = ARCHITECTURES[kind]
     tokens = entries(reader, "tokenizer.ggml.tokens")
+    epsilon = "layer_norm" if kind in EPSILONS else "layer_norm_rms"
     said: JsonObject = {
         **{name: given.required(own) for own, name in FIELDS.items()},
+        EPSILONS.get(kind, "rms_norm_eps"): given.required(f"attention.{epsilon}_epsilon"),
         "intermediate_size": given.get("feed_forward_length"),
         "vocab_size": given.get("vocab_size") or len(tokens) or None,
         "tie_word_embeddings": not given.has("output.weight"),
@@ -54,8 +59,7 @@ def configuration(path: Path, reader: GGUFReader, kind: str) -> JsonObject:
     said |= more(given, said, width)
     _require_plain(given, width, said)
     model_type = said.pop("model_type", model_type)
-    optional = ("intermediate_size", "vocab_size")
-    known = {name: each for name, each in said.items() if each is not None or name not in optional}
+    known = {name: each for name, each in said.items() if each is not None or name not in OPTIONAL}
     with converting(path, "configuration"):
         read = transformers.AutoConfig.for_model(model_type, **known)
     config: JsonObject = read.to_dict() | {"dtype": "bfloat16"}
@@ -77,14 +81,15 @@ def _require_plain(given: Metadata, width: int, said: JsonObject) -> None:
     part = local if has_two else given.number("rope.dimension_count", width)
     given.require("rope.dimension_count_swa", part)
     given.require("attention.causal", 1)
+    rotary: JsonObject = said["rope_parameters"] or {}
     scale = said.get("query_pre_attn_scalar", 1 if has_two else width) ** -0.5
     for name, plain in (
         ("attention.scale", said.get("attention_multiplier", scale)),
-        ("attention.temperature_scale", said["rope_parameters"].get("llama_4_scaling_beta", 0)),
+        ("attention.temperature_scale", rotary.get("llama_4_scaling_beta", 0)),
         ("embedding_scale", said.get("embedding_multiplier", 1)),
         ("expert_weights_scale", said.get("routed_scaling_factor", 1)),
         ("residual_scale", said.get("residual_multiplier", 1)),
-        ("logit_scale", said.get("logits_scaling", 1)),
+        ("logit_scale", said.get("logit_scale" if "logit_scale" in said else "logits_scaling", 1)),
     ):
         if given.get(name) != 0:  # llama.cpp's "none"
             given.require(name, plain)

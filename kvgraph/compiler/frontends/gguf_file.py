@@ -30,6 +30,7 @@ NUMBERS = (
     "attention.key_length_mla",
     "attention.key_length_swa",
     "attention.kv_lora_rank",
+    "attention.layer_norm_epsilon",
     "attention.layer_norm_rms_epsilon",
     "attention.q_lora_rank",
     "attention.scale",

@@ -9,6 +9,28 @@ from kvgraph.contract.plain import JsonObject
 
 SLIDING, FULL = "sliding_attention", "full_attention"
 
+MIXTRAL = {"expert_count": "num_local_experts", "expert_used_count": "num_experts_per_tok"}
+
+
+def uniform(given: Metadata, said: JsonObject, width: int) -> JsonObject:
+    """A model whose layers are all equal."""
+    given.require("rope.dimension_count", width)
+    local = given.number("attention.sliding_window", 0)
+    if 0 < local < said["max_position_embeddings"]:
+        raise given.refuse("attention.sliding_window", "none")
+    return {}
+
+
+def has_biases(given: Metadata, layer: str) -> bool:
+    """Whether a linear layer, such as `attn_q` or `ffn_up`, has biases."""
+    return given.has(f"blk.0.{layer}.bias")
+
+
+def partial(given: Metadata, said: JsonObject, width: int) -> JsonObject:
+    """A part of each head has rotary embeddings."""
+    part = given.number("rope.dimension_count", width) / width
+    return {"rope_parameters": said["rope_parameters"] | {"partial_rotary_factor": part}}
+
 
 def window(given: Metadata, default: int) -> int:
     """Tokens of a window, which layers must have."""

@@ -13,6 +13,7 @@ from kvgraph.contract.plain import JsonObject
 
 ROTARY = "rope_freqs.weight"
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
+LLAMA4 = LLAMA3 | {"high_freq_factor": 1.0}
 
 LONG, SHORT = "rope_factors_long.weight", "rope_factors_short.weight"
 
@@ -118,9 +119,9 @@ def _proportional(given: Metadata, base: float, width: int, by: Array) -> JsonOb
 
 
 def _llama3(given: Metadata, base: float, width: int, by: Array) -> JsonObject:
-    """Rope parameters of Llama 3.1 for heads of `width`, with frequencies divided by `by`.
+    """Rope parameters of Llama 3.1 or 4 for heads of `width`, with frequencies divided by `by`.
 
-    UnsupportedError if `by` are not Llama 3.1's factors.
+    UnsupportedError if `by` are not their factors.
     """
     import transformers
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
@@ -130,11 +131,12 @@ def _llama3(given: Metadata, base: float, width: int, by: Array) -> JsonObject:
         "rope_theta": base,
         "factor": float(by.max()),
         "original_max_position_embeddings": 8192,
-        **LLAMA3,
+        **(LLAMA4 if given.kind == "llama4" else LLAMA3),
     }
     config = transformers.LlamaConfig(head_dim=width, rope_parameters=dict(wanted))
     scaled, _ = ROPE_INIT_FUNCTIONS["llama3"](config, "cpu")
     plain = 1.0 / base ** (np.arange(0, width, 2) / width)
     if 2 * len(by) != width or not np.allclose(plain / scaled.numpy(), by, rtol=1e-3):
-        raise refuse(given.path, ROTARY, "the factors of Llama 3.1", "others")
+        name = "4" if given.kind == "llama4" else "3.1"
+        raise refuse(given.path, ROTARY, f"the factors of Llama {name}", "others")
     return wanted

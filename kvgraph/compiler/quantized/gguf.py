@@ -22,11 +22,13 @@ from kvgraph.compiler.frontends.gguf_rope import is_rotary
 from kvgraph.compiler.frontends.stored_forms import GGUF_BLOCKS
 from kvgraph.compiler.quantized.gguf_blocks import (
     Blocks,
-    are_stored_experts,
+    are_stored,
     of_experts,
+    of_halves,
     of_matrix,
 )
 from kvgraph.compiler.quantized.gguf_processors import (
+    Mixture,
     Parsed,
     Processor,
     processor_of,
@@ -73,7 +75,7 @@ def weights(model: PreTrainedModel, config: Config) -> tuple[dict[str, Values], 
             raise refuse(path, tensor.name, wanted, "one that it lacks")
     kinds = sorted({t.tensor_type.name for t in reader.tensors if len(t.shape) > 1})
     values = {
-        name: _values(path, name, tensors, processor, tuple(state[name].shape), kind == "gpt-oss")
+        name: _values(path, name, tensors, processor, tuple(state[name].shape))
         for name, tensors in sources.items()
     }
     return values, ", ".join(["gguf", *kinds])
@@ -96,11 +98,9 @@ def _values(
     path: Path,
     name: str,
     tensors: list[ReaderTensor],
-    processor: Processor,
+    processor: Mixture,
     shape: tuple[int, ...],
-    are_transposed: bool,
 ) -> Values:
-    """`are_transposed`: experts have the layout of gpt-oss."""
     _require_count(path, tensors, shape)
     compute = partial(_decode, path, name, tensors, processor, shape)
     where, bits = f"{path}: {tensors[0].name}", nearest_bits(tensors) or PLAIN_BITS
@@ -109,9 +109,12 @@ def _values(
         order = _order_of_rows(name, first, processor, shape[0])
         if order is not None and first.data.shape[0] == shape[0]:
             return Blocks(where, shape, compute, bits, GGUF_BLOCKS[kind], of_matrix(first, order))
-    if len(shape) == 3 and are_stored_experts(tensors, shape, are_transposed=are_transposed):
-        data, form = of_experts(tensors, are_transposed=are_transposed), GGUF_BLOCKS[kind]
-        return Blocks(where, shape, compute, bits, form, data, is_transposed=are_transposed)
+    if len(tensors) == 2 and len(shape) == 2 and are_stored(tensors, shape, are_transposed=False):
+        return Blocks(where, shape, compute, bits, GGUF_BLOCKS[kind], of_halves(tensors))
+    turned = processor.are_transposed
+    if len(shape) == 3 and are_stored(tensors, shape, are_transposed=turned):
+        data, form = of_experts(tensors, do_alternate=processor.do_alternate), GGUF_BLOCKS[kind]
+        return Blocks(where, shape, compute, bits, form, data, is_transposed=turned)
     return Converted(where, shape, torch.float32, compute, bits)
 
 

@@ -62,30 +62,47 @@ def of_matrix(tensor: ReaderTensor, order: Array) -> Callable[[int, int], Array]
 
 
 def of_experts(
-    tensors: Sequence[ReaderTensor], *, are_transposed: bool
+    tensors: Sequence[ReaderTensor], *, do_alternate: bool
 ) -> Callable[[int, int], Array]:
-    """`data` of experts `[E, N, K]` of one tensor, or of two: gate above up.
+    """`data` of experts of one tensor, or of two: gate above up.
 
-    `are_transposed`: they are `[E, K, N]`, and outputs of gate and up alternate.
+    `do_alternate`: outputs of gate and up alternate.
     """
     in_order = sorted(tensors, key=lambda tensor: tensor.name)  # gate, up
 
     def data(start: int, stop: int) -> Array:
         parts = [np.asarray(tensor.data[start:stop]) for tensor in in_order]
-        if are_transposed:
+        if do_alternate:
             return np.stack(parts, 2).reshape(len(parts[0]), -1, parts[0].shape[-1])
         return np.concatenate(parts, 1)
 
     return data
 
 
-def are_stored_experts(
+def of_halves(tensors: Sequence[ReaderTensor]) -> Callable[[int, int], Array]:
+    """`data` of a matrix of two tensors of equal size: gate above up."""
+    in_order = sorted(tensors, key=lambda tensor: tensor.name)  # gate, up
+    size = len(in_order[0].data)
+
+    def data(start: int, stop: int) -> Array:
+        parts = [
+            tensor.data[max(0, start - size * place) : max(0, stop - size * place)]
+            for place, tensor in enumerate(in_order)
+        ]
+        return np.concatenate(parts)
+
+    return data
+
+
+def are_stored(
     tensors: Sequence[ReaderTensor], shape: Sequence[int], *, are_transposed: bool
 ) -> bool:
-    """Whether tensors of one type of blocks that kernels support make experts of `shape`."""
-    experts, *rows = shape
-    outputs, inputs = reversed(rows) if are_transposed else rows
-    wanted = [inputs, outputs // len(tensors), experts]
+    """Whether tensors of one type of blocks that kernels support make experts, or a matrix, of
+    `shape`."""
+    *experts, outputs, inputs = shape
+    if are_transposed:
+        outputs, inputs = inputs, outputs
+    wanted = [inputs, outputs // len(tensors), *experts]
     kinds = {tensor.tensor_type.name for tensor in tensors}
     return (
         len(kinds) == 1

@@ -13,9 +13,14 @@ from kvgraph.compiler.frontends.folder import Config
 from kvgraph.contract.dims import Array
 
 LAYER = r"(?:model\.)?layers\.(\d+)"
-EXPERTS = re.compile(LAYER + r"(?:\.mlp|\.block_sparse_moe)?\.experts\.(gate_up|down)_proj(_bias)?")
+EXPERTS = re.compile(
+    LAYER + r"(?:\.mlp|\.block_sparse_moe|\.feed_forward)?\.experts\.(gate_up|down)_proj(_bias)?"
+)
 PARTS = {"gate_up": ("gate", "up"), "down": ("down",)}
-EXPERTS_TENSOR = re.compile(r"blk\.\d+\.ffn_(gate|up|down)_exps\.(weight|bias)")
+EXPERTS_TENSOR = re.compile(r"blk\.\d+\.ffn_(gate|up|down)_(exps|shexp)\.(weight|bias)")
+
+SHARED = re.compile(LAYER + r"\.shared_mlp\.input_linear\.weight")
+"""Gate above up of a shared expert, as Granite has it. Other models have them apart."""
 
 LATENT_TENSOR = re.compile(r"blk\.\d+\.attn_(k|v)_b\.weight")
 
@@ -32,7 +37,7 @@ ROUTERS = {
 LLAMAS = ("llama", "mistral3", "smollm3", "granite", "granitemoe")
 """Architectures whose queries and keys llama.cpp permutes."""
 
-GEMMAS = ("gemma", "gemma2", "gemma3")
+ADDED = ("gemma", "gemma2", "gemma3", "nemotron")
 """Architectures whose norms have 1 added."""
 
 Parsed = dict[str, dict[str, torch.Tensor]]
@@ -80,8 +85,10 @@ class Mixture:
     """Experts of a layer as one parameter `[E, N, K]`, with gate above up. `others`: rules for
     tensors that are no experts."""
 
-    outputs = 1
-    """The dim with rows of gate and of up."""
+    are_transposed = False
+    """Whether the parameter is `[E, K, N]`."""
+    do_alternate = False
+    """Whether outputs of gate and of up alternate."""
 
     def __init__(self, others: Processor) -> None:
         self._others = others
@@ -94,6 +101,8 @@ class Mixture:
         if found := EXPERTS.fullmatch(hf_name):
             end = "bias" if found[3] else "weight"
             names = [f"blk.{found[1]}.ffn_{part}_exps.{end}" for part in PARTS[found[2]]]
+        if found := SHARED.fullmatch(hf_name):
+            names = [f"blk.{found[1]}.ffn_{part}_shexp.weight" for part in PARTS["gate_up"]]
         for tensor, router in ROUTERS.items():
             if found := router.fullmatch(hf_name):
                 names.append(f"blk.{found[1]}.{tensor}")
@@ -104,25 +113,25 @@ class Mixture:
         if "ffn_gate_inp_shexp" in name:  # a vector, or a matrix of one row
             return Made(given["weights"].reshape(1, -1))
         found = EXPERTS_TENSOR.fullmatch(name)
-        if found is None:
+        to = given["tensor_key_mapping"].get(name.removesuffix(".weight"), "")
+        is_shared = SHARED.fullmatch(to) is not None
+        if found is None or (found[2] == "shexp" and not is_shared):
             return self._others.process(**given)
-        weights = self._turned(given["weights"])
+        weights = given["weights"]
+        outputs = 0 if is_shared else -1 if self.are_transposed else 1
+        if self.are_transposed and weights.ndim > 2:
+            weights = weights.swapaxes(-1, -2)
         if found[1] != "down":
-            shape, size = [*weights.shape], weights.shape[self.outputs]
-            shape[self.outputs] = 2 * size
-            to = given["tensor_key_mapping"][name.removesuffix(".weight")]
+            shape, size = [*weights.shape], weights.shape[outputs]
+            shape[outputs] = 2 * size
             whole = given["parsed_parameters"]["tensors"].setdefault(to, torch.zeros(shape))
-            rows = whole.swapaxes(0, self.outputs)[self._place(found[1] == "up", size)]
-            rows.copy_(torch.from_numpy(np.array(weights)).swapaxes(0, self.outputs))
+            is_up = found[1] == "up"
+            place = slice(size * is_up, size * (1 + is_up))
+            if self.do_alternate:
+                place = slice(int(is_up), None, 2)
+            rows = whole.swapaxes(0, outputs)[place]
+            rows.copy_(torch.from_numpy(np.array(weights)).swapaxes(0, outputs))
         return Made(weights)
-
-    def _turned(self, weights: Array) -> Array:
-        """Experts of one tensor with the parameter's order of dims."""
-        return weights
-
-    def _place(self, is_up: bool, size: int) -> slice:
-        """Where gate or up with `size` outputs is among the parameter's outputs."""
-        return slice(size * is_up, size * (1 + is_up))
 
 
 class Latent(Mixture):
@@ -150,28 +159,27 @@ class Latent(Mixture):
         return Made(weights)
 
 
-class GptOss(Mixture):
-    """Experts `[E, K, N]` and biases `[E, N]`, in which gate and up have alternate outputs."""
+class Transposed(Mixture):
+    """Experts `[E, K, N]`, and biases `[E, N]`, as Llama 4 has them."""
 
-    outputs = -1
-
-    def _turned(self, weights: Array) -> Array:
-        return weights.swapaxes(-1, -2) if weights.ndim > 2 else weights
-
-    def _place(self, is_up: bool, size: int) -> slice:
-        return slice(int(is_up), None, 2)
+    are_transposed = True
 
 
-def processor_of(kind: str, config: Config) -> Processor:
+class GptOss(Transposed):
+    do_alternate = True
+
+
+def processor_of(kind: str, config: Config) -> Mixture:
     """The rules for files of architecture `kind`."""
     from transformers import modeling_gguf_pytorch_utils as reading
 
-    own = "llama" if kind in LLAMAS else "gemma2" if kind in GEMMAS else None
+    own = "llama" if kind in LLAMAS else "gemma2" if kind in ADDED else None
+    own = kind if kind == "gpt2" else own
     made = reading.TENSOR_PROCESSORS.get(own, reading.TensorProcessor)(config=dict(config))
     others = cast(Processor, made)
     if kind == "deepseek2":
         return Latent(others, config)
-    return GptOss(others) if kind == "gpt-oss" else Mixture(others)
+    return {"gpt-oss": GptOss, "llama4": Transposed}.get(kind, Mixture)(others)
 
 
 def with_halves(names: dict[str, str]) -> dict[str, str]:
