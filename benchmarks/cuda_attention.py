@@ -15,9 +15,9 @@ from benchmarks.cuda_run import Run, console, goal, memory_bandwidth, micros
 from kvgraph.contract.dtypes import DTYPES
 from kvgraph.kernels import launch
 from kvgraph.kernels.launch import Sizes
-from kvgraph.kernels.shapes import AttentionShape, CacheShape
+from kvgraph.kernels.shapes import AttentionShape, PoolShape
 
-LLAMA_8B = AttentionShape(CacheShape("bfloat16", "bfloat16", 8, 128, 128, 1), 32, 128**-0.5)
+LLAMA_8B = AttentionShape(PoolShape("bfloat16", "bfloat16", 8, 128, 128, 1), 32, 128**-0.5)
 CACHED_BYTES = 120 << 20
 """Below twice the last-level cache of an H200 repeated reads do not come from memory."""
 SDPA = torch.nn.functional.scaled_dot_product_attention

@@ -29,7 +29,7 @@ from kvgraph import ptx
 from kvgraph.errors import KernelError
 from kvgraph.kernels import aot
 from kvgraph.kernels.run_ptx import PlanMemory, run_plan
-from kvgraph.kernels.shapes import AttentionShape, CacheShape
+from kvgraph.kernels.shapes import AttentionShape, PoolShape
 from kvgraph.kernels.trials import Rows, attention_trial
 from kvgraph.kernels.variants import Variant
 from kvgraph.ptx import Counters
@@ -42,7 +42,7 @@ ARCHS = ("sm_75", "sm_80", "sm_89", "sm_90", "sm_120")
 
 def shape_of(arch: str) -> AttentionShape:
     dtype = "float16" if arch == "sm_75" else "bfloat16"
-    cache = CacheShape(dtype, dtype, KV_HEADS, HEAD_DIM, 128, 1)
+    cache = PoolShape(dtype, dtype, KV_HEADS, HEAD_DIM, 128, 1)
     return AttentionShape(cache, HEADS, HEAD_DIM**-0.5)
 
 

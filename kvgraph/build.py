@@ -19,18 +19,17 @@ import numpy.typing as npt
 
 from kvgraph.compiler import emit, options, pipeline
 from kvgraph.compiler.dump import PassDump
-from kvgraph.compiler.options import DEFAULT_PAGE_SIZE
 from kvgraph.compiler.output import require_free, settle_leftovers, staging
-from kvgraph.compiler.pipeline import Progress
 from kvgraph.contract.backends import Support, imported
 from kvgraph.contract.collectives import Collective
 from kvgraph.contract.dims import ceildiv
 from kvgraph.contract.files import as_path
 from kvgraph.contract.manifest import Manifest, write_manifest
-from kvgraph.contract.params import KVCacheParams, KVCacheStrategy
+from kvgraph.contract.params import DEFAULT_PAGE_SIZE, KVCacheParams, KVCacheStrategy
 from kvgraph.contract.trees import MultiKVCacheParams
 from kvgraph.contract.values import require_integer
 from kvgraph.errors import MissingDependencyError, UnsupportedError
+from kvgraph.progress import Progress
 
 if TYPE_CHECKING:
     from torch import nn
@@ -119,13 +118,15 @@ def compile(
     out = as_path("out", out)
     page_size = _optional_integer("page_size", page_size)
     tp = require_integer("tp", tp, UnsupportedError)
-    vocab_size = _optional_integer("vocab_size", vocab_size)
+    vocab_size = _optional_integer("vocab_size", vocab_size, least=1)
     max_seq_len = _optional_integer("max_seq_len", max_seq_len)
     max_batch_size = _optional_integer("max_batch_size", max_batch_size)
     max_batch_tokens = _optional_integer("max_batch_tokens", max_batch_tokens)
     request = options.resolve(
         target,
         backend,
+        dtype=dtype,
+        weights=weights,
         cache=cache,
         cache_dtype=cache_dtype,
         page_size=page_size,
@@ -144,24 +145,21 @@ def compile(
 
     with pipeline.opened(model) as source, _on_host():
         progress("reading the model")
-        options.check_weights(weights, request.target, request.backend, dtype)
-        float32 = options.computes_in_float32(request.support, request.target, weights)
         text = {
             "tokenizer": tokenizer,
             "eos_token_ids": eos_token_ids,
             "bos_token_id": bos_token_id,
         }
         loaded, notes = pipeline.load_model(
-            source, float32, dtype, vocab_size, max_seq_len, request.support.weightless, text
+            source,
+            request.float32,
+            dtype,
+            vocab_size,
+            max_seq_len,
+            request.support.weightless,
+            text,
         )
-        if weights is None and (float32 or request.target.kind != "cpu"):
-            weights = options.default_weights(
-                loaded.stored_dtype,
-                request.support,
-                request.target.kind,
-                is_quantized=loaded.is_quantized,
-            )
-        options.require_quantized(weights, is_quantized=loaded.is_quantized)
+        weights = request.settled_weights(loaded.stored_dtype, is_quantized=loaded.is_quantized)
         has_pages = request.cache == KVCacheStrategy.PAGED
         if not has_pages and page_size not in (None, DEFAULT_PAGE_SIZE):
             no_effect = f"has no effect, a {request.cache} cache has no pages"
@@ -296,8 +294,8 @@ def _require_session(support: Support) -> None:
         ) from error
 
 
-def _optional_integer(name: str, value: int | None) -> int | None:
-    return None if value is None else require_integer(name, value, UnsupportedError)
+def _optional_integer(name: str, value: int | None, least: int | None = None) -> int | None:
+    return None if value is None else require_integer(name, value, UnsupportedError, least=least)
 
 
 def run_artifact(

@@ -1,24 +1,24 @@
 """Every error that kvgraph raises on purpose.
 
     KVGraphError
-    |- ParamsError (ValueError)              cache parameters that contradict each other
-    |- RequestError (ValueError)             a request out of order, or beyond its limits
-    |- BindingError (ValueError)             a runtime value that does not fit its symbol
-    |- ModelError (ValueError)               a model folder that cannot be read
-    |- ArtifactError (ValueError)            an artifact that is damaged or does not fit
-    |- StoreError (ValueError)               a tier's folder, address or limit that cannot be used
-    |- UnsupportedError (ValueError)         no kernel, backend or frontend supports the request
-    |- CapacityError (RuntimeError)          no row or page is left, or a row owns too few
-    |  `- InsufficientPagesError             the pool is short of pages; nothing was changed
-    |- GenerationError (RuntimeError)        a request that failed on its own while others went on
-    |- TransferError (RuntimeError)          pages that another engine refused, or did not get
-    |- CheckError (RuntimeError)             a compile does not compute what its model computes
-    |- KernelError (RuntimeError)            an op refused its operands, in a step or a trace
-    |  `- KernelFaultError                    executed PTX broke a rule of memory or barriers
-    |- DeviceError (RuntimeError)            a device cannot do this, such as a virtual one
-    |  `- DeviceLostError                    the device runs no more steps in this process
-    |- RankError (RuntimeError)              a rank of an artifact is missing or has failed
-    `- MissingDependencyError (ImportError)  an optional package is not installed
+    |- ParamsError (ValueError)
+    |- RequestError (ValueError)
+    |- BindingError (ValueError)
+    |- ModelError (ValueError)
+    |- ArtifactError (ValueError)
+    |- StoreError (ValueError)
+    |- UnsupportedError (ValueError)
+    |- CapacityError (RuntimeError)
+    |  `- InsufficientPagesError
+    |- GenerationError (RuntimeError)
+    |- TransferError (RuntimeError)
+    |- CheckError (RuntimeError)
+    |- KernelError (RuntimeError)
+    |  `- KernelFaultError
+    |- DeviceError (RuntimeError)
+    |  `- DeviceLostError
+    |- RankError (RuntimeError)
+    `- MissingDependencyError (ImportError)
 
 A message is one sentence: the object, the expected value and its source, and the actual value.
 """
@@ -59,7 +59,7 @@ class UnsupportedError(KVGraphError, ValueError):
 
 
 class CapacityError(KVGraphError, RuntimeError):
-    """A manager has no row left, or a row owns too few pages."""
+    """The system or a device refuses memory or a thread, or a manager lacks a row or pages."""
 
 
 class InsufficientPagesError(CapacityError):

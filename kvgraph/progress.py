@@ -16,6 +16,9 @@ from typing import Protocol, TypeAlias
 Advance: TypeAlias = Callable[[int], object]
 """Called with the amount that was done since the last call, in the task's unit."""
 
+Progress: TypeAlias = Callable[[str], None]
+"""Called with the name of each stage."""
+
 
 class Listener(Protocol):
     def task(self, what: str, total: int, unit: str) -> AbstractContextManager[Advance]:

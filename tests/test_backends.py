@@ -7,12 +7,13 @@ import os
 import re
 import subprocess
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 import kvgraph
-from kvgraph.compiler.options import check_weights, default_weights
+from kvgraph.compiler.options import check_weights, resolve
 from kvgraph.contract.manifest import read_manifest
 from kvgraph.runtime.sessions.pickles import require_no_pickles
 from tests.support import eager
@@ -58,4 +59,14 @@ def test_weights_that_a_backend_does_not_pack() -> None:
     message = "weights: expected none for backend eager, which packs none, got 'int8'"
     with pytest.raises(kvgraph.UnsupportedError, match=message):
         check_weights("int8", kvgraph.Target.parse("cpu"), eager.BACKEND, None)
-    assert default_weights("bfloat16", eager.BACKEND.targets["cpu"]) == "fp32"
+
+
+@pytest.mark.parametrize("is_quantized", [False, True])
+@pytest.mark.parametrize(("float32", "expected"), [(True, "fp32"), (False, None)])
+def test_default_weights_of_a_backend_that_packs_none(
+    float32: bool, expected: str | None, is_quantized: bool
+) -> None:
+    support = replace(eager.BACKEND.targets["cpu"], float32=float32)
+    backend = replace(eager.BACKEND, targets={"cpu": support})
+    request = replace(resolve("cpu", None, cache_dtype=None, page_size=None), backend=backend)
+    assert request.settled_weights("bfloat16", is_quantized=is_quantized) == expected

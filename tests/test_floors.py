@@ -8,7 +8,12 @@ from pathlib import Path
 
 import pytest
 
+from kvgraph import _EXPORTS
+
 PACKAGE = Path(__file__).parents[1] / "kvgraph"
+
+EXPORTS = {f"kvgraph.{name}": module for name, module in _EXPORTS.items()}
+"""A public name -> the module that defines it."""
 
 FLOORS = {
     "errors": 0,
@@ -64,8 +69,11 @@ def imports(tree: ast.AST) -> list[str]:
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             names += [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            names += [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.module, "expected an import with the name of a module"
+            assert not node.level, f"{node.module}: expected an absolute import"
+            named = (f"{node.module}.{alias.name}" for alias in node.names)
+            names += [node.module, *(EXPORTS.get(name, name) for name in named)]
     return names
 
 
@@ -83,6 +91,24 @@ def test_no_file_is_above_400_lines() -> None:
     }
     assert len(lines) > 400
     assert not {name: count for name, count in lines.items() if count > 400}
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("import kvgraph.cli", ["kvgraph.cli"]),
+        ("from kvgraph import cli", ["kvgraph", "kvgraph.cli"]),
+        ("from kvgraph import Engine", ["kvgraph", "kvgraph.runtime.engine"]),
+    ],
+)
+def test_what_a_line_imports(line: str, expected: list[str]) -> None:
+    assert imports(ast.parse(line)) == expected
+
+
+@pytest.mark.parametrize("line", ["from . import rows", "from .rows import Row"])
+def test_a_relative_import_is_refused(line: str) -> None:
+    with pytest.raises(AssertionError, match=r"expected an"):
+        imports(ast.parse(line))
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))

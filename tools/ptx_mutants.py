@@ -22,15 +22,15 @@ from kvgraph.errors import KernelError
 from kvgraph.kernels import aot
 from kvgraph.kernels.execute import MULTIPROCESSORS
 from kvgraph.kernels.run_ptx import run_plan
-from kvgraph.kernels.shapes import AttentionShape, CacheShape, Rope
+from kvgraph.kernels.shapes import AttentionShape, PoolShape, Rope
 from kvgraph.kernels.trials import Trial, attention_trial, rows_of
 from kvgraph.ptx import Kernel
 from kvgraph.ptx.parser import Instruction
 
 SAMPLED = 10
 ORDERS = (None, 1, 2)
-HALF = CacheShape("float16", "float16", 2, 64, 16, 2)
-WIDE = CacheShape("float16", "float16", 2, 128, 128, 2)
+HALF = PoolShape("float16", "float16", 2, 64, 16, 2)
+WIDE = PoolShape("float16", "float16", 2, 128, 128, 2)
 SHAPES = {
     "sm_80": AttentionShape(HALF, 8, 0.125, rope=Rope(64), window=170),
     "sm_90": AttentionShape(WIDE, 8, 0.09, sinks=True),

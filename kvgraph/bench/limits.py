@@ -102,11 +102,11 @@ def reader(size: int, threads: int, workers: ThreadPoolExecutor) -> Callable[[],
     return lambda: list(workers.map(np.max, parts))
 
 
-def best_seconds(call: Callable[[], object], repeats: int = READS) -> float:
-    """Least seconds of a call, out of `repeats` calls after a first one."""
+def best_seconds(call: Callable[[], object]) -> float:
+    """Least seconds of a call, out of READS calls after a first one."""
     call()
     times = []
-    for _ in range(repeats):
+    for _ in range(READS):
         start = time.perf_counter()
         call()
         times.append(time.perf_counter() - start)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -15,10 +14,9 @@ from kvgraph.bench.figures import Figure, make_figures
 from kvgraph.bench.limits import Limits, read_limits
 from kvgraph.bench.plan import BenchPlan, engine_job
 from kvgraph.contract.plain import to_plain
+from kvgraph.progress import Progress
 
 SCHEMA_VERSION = 1
-
-Progress = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)

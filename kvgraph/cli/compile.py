@@ -53,10 +53,11 @@ def compile(
     dtype: DtypeOption = None,
     weights: WeightsOption = None,
     cache_dtype: CacheDtypeOption = None,
-    page_size: PageSize = 128,
+    page_size: PageSize = None,
     cache: Annotated[
-        KVCacheStrategy, typer.Option(help="Kind of the cache.")
-    ] = KVCacheStrategy.PAGED,
+        KVCacheStrategy | None,
+        typer.Option(help=f"Kind of the cache [default: {KVCacheStrategy.PAGED}]."),
+    ] = None,
     max_seq_len: Annotated[
         int | None,
         typer.Option(help="Tokens of the longest context [default: the checkpoint's]."),
@@ -69,8 +70,9 @@ def compile(
         typer.Option(help="New tokens of a step, for tensorrt's profiles [default: 8192]."),
     ] = None,
     tp: Annotated[
-        int, typer.Option(help="Cut the model into as many ranks, a process for each.")
-    ] = 1,
+        int | None,
+        typer.Option(help="Cut the model into as many ranks, a process for each [default: 1]."),
+    ] = None,
     quality: Annotated[
         bool | None,
         typer.Option(
@@ -83,8 +85,11 @@ def compile(
         typer.Option(help="UTF-8 text for --quality [default: from Python's documentation]."),
     ] = None,
     check: Annotated[
-        bool, typer.Option(help="Compare two short rows with the model's own forward pass.")
-    ] = True,
+        bool | None,
+        typer.Option(
+            help="Compare two short rows with the model's own forward pass [default: check]."
+        ),
+    ] = None,
     dump_passes: Annotated[
         Path | None,
         typer.Option(
@@ -100,9 +105,6 @@ def compile(
         from kvgraph.quality.text import read_text
 
         read_text(quality_text)
-    is_small = weights not in (None, "fp32") and _runs_here("cpu" if target is None else target)
-    if quality_text is not None or is_small:
-        quality = quality is None or quality
     stages = Stages()
     with stages.bars, terminable():
         if from_artifact is not None:
@@ -114,16 +116,16 @@ def compile(
                 dtype=dtype,
                 weights=weights,
                 cache_dtype=cache_dtype,
-                page_size=None if page_size == 128 else page_size,
-                cache=None if cache is KVCacheStrategy.PAGED else cache,
+                page_size=page_size,
+                cache=cache,
                 max_seq_len=max_seq_len,
                 max_batch_size=max_batch_size,
                 max_batch_tokens=max_batch_tokens,
-                tp=None if tp == 1 else tp,
+                tp=tp,
                 dump_passes=dump_passes,
                 quality_text=quality_text,
-                quality=quality or None,
-                check=None if check else check,
+                quality=quality,
+                check=check,
             )
             manifest = rebuild(
                 from_artifact, output, target=target, force=force, progress=stages.next
@@ -142,18 +144,20 @@ def compile(
                 weights=weights.value if weights else None,
                 cache_dtype=cache_dtype.value if cache_dtype else None,
                 page_size=page_size,
-                cache=cache.value,
+                cache=cache.value if cache else None,
                 max_seq_len=max_seq_len,
                 max_batch_size=max_batch_size,
                 max_batch_tokens=max_batch_tokens,
-                tp=tp,
-                check=check,
+                tp=1 if tp is None else tp,
+                check=check is not False,
                 dump_passes=dump_passes,
                 force=force,
                 progress=stages.next,
             )
             if quality is None:
-                quality = manifest.weights in LOSSY and _runs_here(manifest.target)
+                is_small = manifest.weights == "stored" or weights not in (None, "fp32")
+                # Every machine that compiles for the target cpu can measure it.
+                quality = quality_text is not None or (is_small and manifest.target == "cpu")
             if quality:
                 manifest = _measured(output, model, quality_text, manifest, stages.next)
         stages.done()
@@ -170,15 +174,6 @@ def compile(
     )
     if json:
         print_json(summary(output, manifest))
-
-
-LOSSY = ("int8", "int4", "stored")
-"""Weights whose quality is measured by default: those with fewer bits than the checkpoint's."""
-
-
-def _runs_here(target: str) -> bool:
-    """Whether every machine that compiles for `target` can measure it."""
-    return target.partition(":")[0] == "cpu"
 
 
 def _refuse_beside_artifact(**given: object) -> None:

@@ -10,6 +10,7 @@ import typer
 
 from kvgraph.contract.backends import SESSIONS
 from kvgraph.contract.dtypes import ACTIVATIONS, POOLS, WEIGHTS
+from kvgraph.contract.params import DEFAULT_PAGE_SIZE
 from kvgraph.errors import RequestError
 
 Dtype = StrEnum("Dtype", ACTIVATIONS)  # type: ignore[misc]  # the members are in the table
@@ -36,7 +37,9 @@ WeightsOption = Annotated[
 CacheDtypeOption = Annotated[
     CacheDtype | None, typer.Option(help="Type of the pool [default: the activations' dtype].")
 ]
-PageSize = Annotated[int, typer.Option(help="Tokens of a page.")]
+PageSize = Annotated[
+    int | None, typer.Option(help=f"Tokens of a page [default: {DEFAULT_PAGE_SIZE}].")
+]
 NumPages = Annotated[
     int | None,
     typer.Option(help="Pages of the pool [default: 1 GiB; on a GPU, 0.9 of the rest]."),

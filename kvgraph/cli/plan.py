@@ -35,7 +35,7 @@ def plan(
     dtype: DtypeOption = None,
     weights: WeightsOption = None,
     cache_dtype: CacheDtypeOption = None,
-    page_size: PageSize = 128,
+    page_size: PageSize = None,
     tp: Annotated[
         int,
         typer.Option("--tp", "--devices", help="Ranks that share the model, a device for each."),

@@ -9,14 +9,13 @@ from kvgraph.contract.backends import OURS, Backend, Support, default_backend, f
 from kvgraph.contract.devices import PORTABLE, Target
 from kvgraph.contract.dims import BATCH_SIZE, TOTAL_SEQ_LEN
 from kvgraph.contract.dtypes import ACTIVATIONS, GPU_WEIGHTS, POOLS, WEIGHTS
-from kvgraph.contract.params import KVCacheParams, KVCacheStrategy
+from kvgraph.contract.params import DEFAULT_PAGE_SIZE, KVCacheParams, KVCacheStrategy
 from kvgraph.contract.shards import MOST_SHARDS
 from kvgraph.contract.symbols import MAX_EXTENTS
 from kvgraph.contract.trees import MultiKVCacheParams
 from kvgraph.errors import UnsupportedError
 
 MAX_PAGE_SIZE = 1 << 16
-DEFAULT_PAGE_SIZE = 128
 DEFAULT_MAX_BATCH, DEFAULT_MAX_TOKENS = 256, 8192
 """Default most rows and most new tokens of a step, for backends with bounds in their graphs."""
 
@@ -35,6 +34,8 @@ class CompileRequest:
     cache_dtype: str | None
     """dtype of the pool; None: the one of `params`, or the activations' dtype."""
     page_size: int
+    weights: str | None
+    """How linear layers and experts are stored, as the user asked; None: `settled_weights`."""
     why_default: str
     """Why the target's default backend is its default, as the end of a sentence; empty if the user
     chose the backend."""
@@ -43,11 +44,39 @@ class CompileRequest:
     def support(self) -> Support:
         return self.backend.targets[self.target.kind]
 
+    @property
+    def float32(self) -> bool:
+        """Whether activations are float32 whatever the checkpoint's dtype. Packed weights on a CPU
+        need float32 activations."""
+        return self.support.float32 or (self.weights is not None and self.target.kind == "cpu")
+
+    def settled_weights(self, stored_dtype: str, *, is_quantized: bool) -> str | None:
+        """`weights`, or the default for a checkpoint of `stored_dtype`; None: the activations'
+        dtype.
+
+        UnsupportedError if `weights` is "stored" and the checkpoint is not quantised.
+        """
+        if self.weights == "stored" and not is_quantized:
+            raise UnsupportedError(
+                "weights: expected a checkpoint whose weights are in fewer bits for 'stored', got "
+                f"a plain one; others are {[name for name in WEIGHTS if name != 'stored']}"
+            )
+        on_cpu, packs = self.target.kind == "cpu", "weight_bits" in self.support.options
+        if self.weights is not None or (on_cpu and not self.float32):
+            return self.weights
+        if packs and is_quantized:
+            return "stored"
+        if not on_cpu:
+            return None
+        return "bf16" if packs and stored_dtype == "bfloat16" else "fp32"
+
 
 def resolve(
     target: str,
     backend: str | None,
     *,
+    dtype: str | None = None,
+    weights: str | None = None,
     cache: str | None = None,
     cache_dtype: str | None,
     page_size: int | None,
@@ -62,6 +91,7 @@ def resolve(
     contradicts `params`.
     """
     parsed, chosen = _target_and_backend(target, backend)
+    check_weights(weights, parsed, chosen, dtype)
     if params is not None:
         require_target(params, parsed, tp)
         _require_agreement(params, cache, cache_dtype, page_size)
@@ -73,7 +103,9 @@ def resolve(
     require_ranks(tp, chosen, parsed, cache)
     bounds = _step_bounds(chosen, parsed, max_batch_size, max_batch_tokens)
     why_default = _why_default(parsed) if backend is None else ""
-    return CompileRequest(parsed, chosen, bounds, tp, cache, cache_dtype, page_size, why_default)
+    return CompileRequest(
+        parsed, chosen, bounds, tp, cache, cache_dtype, page_size, weights, why_default
+    )
 
 
 def _target_and_backend(target: str, backend: str | None) -> tuple[Target, Backend]:
@@ -198,31 +230,4 @@ def check_weights(weights: str | None, target: Target, backend: Backend, dtype: 
     if dtype not in (None, "float32"):
         raise UnsupportedError(
             f"dtype: expected float32 activations with weights {weights!r}, got {dtype!r}"
-        )
-
-
-def computes_in_float32(support: Support, target: Target, weights: str | None) -> bool:
-    """Whether activations are float32 whatever the checkpoint's dtype. Packed weights on a CPU need
-    float32 activations."""
-    return support.float32 or (weights is not None and target.kind == "cpu")
-
-
-def default_weights(
-    stored_dtype: str, support: Support, kind: str = "cpu", *, is_quantized: bool = False
-) -> str | None:
-    """Default `weights`; None: the activations' dtype. On a CPU, for float32 activations only."""
-    packs = "weight_bits" in support.options
-    if packs and is_quantized:
-        return "stored"
-    if kind != "cpu":
-        return None
-    return "bf16" if packs and stored_dtype == "bfloat16" else "fp32"
-
-
-def require_quantized(weights: str | None, *, is_quantized: bool) -> None:
-    """Raise UnsupportedError if `weights` is "stored" and the checkpoint is not quantised."""
-    if weights == "stored" and not is_quantized:
-        raise UnsupportedError(
-            "weights: expected a checkpoint whose weights are in fewer bits for 'stored', got a "
-            f"plain one; others are {[name for name in WEIGHTS if name != 'stored']}"
         )

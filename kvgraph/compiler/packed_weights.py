@@ -121,8 +121,16 @@ def pack_each(
 
     Two weights of an expert are gate and up, which take turns panel by panel.
     """
-    each = [pack(weights, bits, bias, interleave=len(weights) > 1) for weights, bias in experts]
-    return Packed(bits, **_arrays(each, np.stack))
+    given = list(experts)
+    each = [
+        [Section.of(w, b) for w, b in zip(weights, biases or [None] * len(weights), strict=True)]
+        for weights, biases in given
+    ]
+    width, has_bias = given[0][0][0].shape[1], each[0][0].bias is not None
+    whole = _joined(pack_in_turn(each, width, Form(bits), has_bias=has_bias))
+    return Packed(
+        bits, **_arrays([whole], lambda own: own[0].reshape(len(each), -1, *own[0].shape[1:]))
+    )
 
 
 def keep(parts: Sequence[StoredRows], form: Form, *, interleave: bool = False) -> Packed:

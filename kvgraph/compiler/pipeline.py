@@ -35,6 +35,7 @@ from kvgraph.contract.trees import MultiKVCacheParams
 from kvgraph.errors import MissingDependencyError, UnsupportedError
 from kvgraph.kv.null import NullKVCacheManager
 from kvgraph.ops.torch_threads import fitting_threads
+from kvgraph.progress import Progress
 
 if TYPE_CHECKING:
     from torch import nn
@@ -42,7 +43,6 @@ if TYPE_CHECKING:
     from kvgraph.compiler.model import Model
     from kvgraph.compiler.traced import Traced
 
-Progress = Callable[[str], None]
 
 COMPILE_EXTRA = ("torch", "transformers", "onnx", "onnx-ir", "onnxscript")
 """Distributions of the extra `compile` whose versions an artifact names."""

@@ -16,13 +16,7 @@ from kvgraph.compiler.frontends.found_instead import require_known_names
 from kvgraph.compiler.frontends.gguf import as_folder
 from kvgraph.compiler.frontends.left_plain import left_plain, left_plain_experts
 from kvgraph.compiler.frontends.stored_forms import doubts_of, stored_forms
-from kvgraph.compiler.options import (
-    check_weights,
-    computes_in_float32,
-    default_weights,
-    require_quantized,
-    resolve,
-)
+from kvgraph.compiler.options import resolve
 from kvgraph.compiler.reserve import Reserve
 from kvgraph.contract.dims import ceildiv
 from kvgraph.contract.dtypes import WEIGHT_BITS
@@ -85,7 +79,7 @@ def plan_deployment(
     dtype: str | None,
     weights: str | None = None,
     cache_dtype: str | None,
-    page_size: int,
+    page_size: int | None = None,
     tp: int = 1,
     progress: Callable[[str], None] = lambda stage: None,
 ) -> DeploymentPlan:
@@ -108,24 +102,22 @@ def plan_deployment(
     request = resolve(
         target,
         None,
+        dtype=dtype,
+        weights=weights,
         cache_dtype=cache_dtype,
         page_size=page_size,
         tp=tp,
     )
     _require_steps(max_batch_size, max_batch_tokens)
-    parsed, support = request.target, request.support
-    check_weights(weights, parsed, request.backend, dtype)
+    support = request.support
     with as_folder(folder) as opened:
         config = read_config(opened)
         require_known_names(opened)
         dtype = dtype or checkpoint_dtype(config)
         is_quantized = quantization(config) is not None
-        float32 = computes_in_float32(support, parsed, weights)
-        if weights is None and (float32 or parsed.kind != "cpu"):
-            weights = default_weights(dtype, support, parsed.kind, is_quantized=is_quantized)
-        if float32:
+        weights = request.settled_weights(dtype, is_quantized=is_quantized)
+        if request.float32:
             dtype = "float32"
-        require_quantized(weights, is_quantized=is_quantized)
         bits = WEIGHT_BITS.get(weights or "")
         describe = cache(_Describer(opened, config, dtype, bits is not None, progress))
         of = describe(tp)
@@ -135,7 +127,7 @@ def plan_deployment(
             dtype=dtype,
             weights=weights,
             cache_dtype=cache_dtype,
-            page_size=page_size,
+            page_size=request.page_size,
             max_seq_len=_length(of.model, max_seq_len),
             max_batch_size=max_batch_size,
             max_batch_tokens=max_batch_tokens,

@@ -35,6 +35,14 @@ def ceildiv(a: int, b: int) -> int:
     return -(-a // b)
 
 
+def split_dim(dim: Dim) -> tuple[str, int]:
+    """Symbol and offset of a dim: "batch_size + 1" gives ("batch_size", 1), 4 gives ("", 4)."""
+    if isinstance(dim, int):
+        return "", dim
+    symbol, _, offset = dim.partition(" + ")
+    return symbol, int(offset or 0)
+
+
 @dataclass(frozen=True, slots=True)
 class TensorType:
     """A typed placeholder: name, dtype, dims and logical device of one graph input or output.
@@ -61,7 +69,7 @@ class TensorType:
     def symbolic_dims(self) -> tuple[str, ...]:
         """Names of the symbolic dims in order, each once; `batch_size + 1` counts as
         `batch_size`."""
-        names = (dim.partition(" + ")[0] for dim in self.shape if isinstance(dim, str))
+        names = (split_dim(dim)[0] for dim in self.shape if isinstance(dim, str))
         return tuple(dict.fromkeys(names))
 
     def renamed(self, name: str) -> TensorType:
@@ -73,7 +81,7 @@ class TensorType:
         return tuple(d if isinstance(d, int) else self._resolve(d, sizes) for d in self.shape)
 
     def _resolve(self, dim: str, sizes: Mapping[str, int]) -> int:
-        symbol, _, offset = dim.partition(" + ")
+        symbol, offset = split_dim(dim)
         if symbol not in sizes:
             raise BindingError(
                 f"{self.name}: expected an extent for dim {symbol!r}, got only {sorted(sizes)}"
@@ -81,7 +89,7 @@ class TensorType:
         extent = sizes[symbol]
         if type(extent) is not int or extent < 0:
             extent = require_integer(f"{self.name}: {symbol}", extent, BindingError, least=0)
-        return extent + int(offset or 0)
+        return extent + offset
 
     def bind(self, dtype: str, shape: tuple[int, ...], sizes: dict[str, int]) -> None:
         """Check a value's dtype and shape, and record its extents in `sizes`.
@@ -97,11 +105,10 @@ class TensorType:
                 f"got shape {list(shape)}"
             )
         for axis, (dim, extent) in enumerate(zip(self.shape, shape, strict=True)):
-            symbol, _, more = dim.partition(" + ") if isinstance(dim, str) else ("", "", "")
-            offset = int(more or 0)
-            expected = sizes.setdefault(symbol, max(0, extent - offset)) if symbol else dim
-            if expected != extent - offset:
+            symbol, offset = split_dim(dim)
+            own = sizes.setdefault(symbol, max(0, extent - offset)) if symbol else 0
+            if own != extent - offset:
                 raise BindingError(
-                    f"{self.name}: dim {axis} ({dim}) expected "
-                    f"{int(expected) + offset}, got {extent} in shape {list(shape)}"
+                    f"{self.name}: dim {axis} ({dim}) expected {own + offset}, "
+                    f"got {extent} in shape {list(shape)}"
                 )

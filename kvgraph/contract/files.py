@@ -38,12 +38,12 @@ class _WriteError(ArtifactError, OSError):
     """An ArtifactError that is an OSError too, for callers that can go on without the file."""
 
 
-def as_path(name: str, given: object, error: type[KVGraphError] = ArtifactError) -> Path:
-    """Return `given` as a Path; raise `error` if it is no path of text."""
+def as_path(name: str, given: object) -> Path:
+    """Return `given` as a Path; raise ArtifactError if it is no path of text."""
     if isinstance(given, str | os.PathLike):
         with suppress(TypeError):  # a path of bytes
             return Path(given)
-    raise error(f"{name}: expected a path, got {type(given).__name__} {given!r}"[:200])
+    raise ArtifactError(f"{name}: expected a path, got {type(given).__name__} {given!r}"[:200])
 
 
 @contextmanager

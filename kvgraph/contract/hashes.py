@@ -29,11 +29,6 @@ class FileEntry:
     chunks: list[str]
 
 
-def hash_file(path: Path, advance: Advance | None = None) -> FileEntry:
-    """Size and chunk hashes of one file, read chunk by chunk."""
-    return _entry(path, map, advance)
-
-
 def hash_files(folder: Path, names: Iterable[str]) -> dict[str, FileEntry]:
     """Entries of the files `names`, sorted by name; chunks are hashed in parallel."""
     paths = {name: folder / name for name in sorted(names)}
@@ -43,14 +38,13 @@ def hash_files(folder: Path, names: Iterable[str]) -> dict[str, FileEntry]:
 
 
 def _entry(
-    path: Path, each: Callable[..., Iterable[tuple[str, int]]], advance: Advance | None
+    path: Path, each: Callable[..., Iterable[tuple[str, int]]], advance: Advance
 ) -> FileEntry:
-    """Size and chunk hashes of one file. `each`: `map`, or a thread pool's `map`."""
+    """Size and chunk hashes of one file. `each`: a thread pool's `map`."""
     size, chunks = path.stat().st_size, []
     for found, nbytes in each(partial(_hash_chunk, path), range(ceildiv(size, CHUNK_BYTES))):
         chunks.append(found)
-        if advance:
-            advance(nbytes)
+        advance(nbytes)
     return FileEntry(size, chunks)
 
 

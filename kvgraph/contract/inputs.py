@@ -63,7 +63,10 @@ class KVCacheBufferInterface(Protocol):
 
 
 class SessionInterface(Protocol):
-    """Source of a device's memory: a manager allocates buffers from it and never reads them."""
+    """Source of a device's memory: a manager allocates buffers from it and never reads them.
+
+    What a session may offer besides is in `kvgraph/contract/abilities.py`.
+    """
 
     @property
     def identity(self) -> bytes: ...

@@ -23,7 +23,8 @@ from kvgraph.errors import ArtifactError
 OWNER, MADE = "owner", "made"
 
 NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)
-"""Errors of file systems without locks. Leftovers stay there, because no owner is known dead."""
+"""Errors of file systems without locks (some mounts of Lustre, NFS and FUSE). Leftovers stay there,
+because no owner is known dead."""
 
 SCRATCH = {"kvgraph": "scratch"}
 """What `owner` says in a folder of `scratch`."""

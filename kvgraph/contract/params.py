@@ -31,6 +31,9 @@ CacheSymbols: TypeAlias = (
 )
 """Records of a single cache, one per device; their class follows the cache's strategy."""
 
+DEFAULT_PAGE_SIZE = 128
+"""Tokens of a page, by default."""
+
 GRANULARITY = 128
 """Elements of a head with one scale, by default."""
 
@@ -144,7 +147,7 @@ class KVCacheParams:
     head_dim: int
     num_layers: int
     v_head_dim: int = 0
-    page_size: int = 128
+    page_size: int = DEFAULT_PAGE_SIZE
     window_size: int | None = None
     quantization: KVCacheQuantization | None = None
     is_mla: bool = False

@@ -22,6 +22,7 @@ from kvgraph.contract.dims import (
     TOTAL_SEQ_LEN,
     Dim,
     TensorType,
+    split_dim,
 )
 from kvgraph.contract.dtypes import DTYPES
 from kvgraph.contract.values import require_integer
@@ -244,11 +245,10 @@ def _slot_shape(page: tuple[Dim, ...]) -> tuple[Dim, ...]:
 
 def padded_symbols(params: CacheShape) -> list[PaddedKVCacheInputSymbols]:
     """One record per device; each replica has its own batch dim."""
-    shards = len(params.devices) // params.data_parallel_degree
     _, layers, _, heads, head_dim = params.page_shape
     records = []
     for i, device in enumerate(params.devices):
-        batch = _replica_prefix(params, i // shards) + BATCH_SIZE
+        batch = _replica_prefix(params, i // params.n_shards) + BATCH_SIZE
         shape: tuple[Dim, ...] = (layers, batch, MAX_SEQ_LEN, heads, head_dim)
         records.append(
             PaddedKVCacheInputSymbols(
@@ -294,8 +294,8 @@ def _torch_dtype(symbol: TensorType) -> torch.dtype:
 
 
 def _export_dim(dim: str, dims: Mapping[str, ExportDim]) -> ExportDim:
-    name, _, offset = dim.partition(" + ")
-    return dims[name] + int(offset) if offset else dims[name]
+    name, offset = split_dim(dim)
+    return dims[name] + offset if offset else dims[name]
 
 
 def emit_onnx(symbols: Sequence[TensorType]) -> list[ValueInfoProto]:

@@ -29,7 +29,7 @@ from kvgraph.errors import ArtifactError, KernelError
 from kvgraph.kernels import matrix_trials, trials
 from kvgraph.kernels.linear_plan import roles_of
 from kvgraph.kernels.run_ptx import run_plan
-from kvgraph.kernels.shapes import SHARED_MEMORY, AttentionShape, CacheShape, Rope
+from kvgraph.kernels.shapes import SHARED_MEMORY, AttentionShape, PoolShape, Rope
 from kvgraph.kernels.trials import Trial
 from kvgraph.kernels.variants import KERNELS, Variant
 
@@ -48,7 +48,7 @@ LINEAR = "quantized_linear"
 
 
 @dataclass(frozen=True)
-class Packed:
+class StoredKernel:
     """A kernel of a folder: its variant, the path of its PTX, and the data for its launch."""
 
     variant: Variant
@@ -78,7 +78,7 @@ class Ran:
     ideal_wavefronts: int
 
 
-def read_kernels(folder: Path) -> list[Packed]:
+def read_kernels(folder: Path) -> list[StoredKernel]:
     """Read all kernels under `folder/kernels`; ArtifactError for none, or one without PTX."""
     found = [
         _packed(path.parent, entry)
@@ -103,7 +103,7 @@ def _entries(path: Path) -> list[JsonObject]:
     return entries
 
 
-def _packed(folder: Path, entry: JsonObject) -> Packed:
+def _packed(folder: Path, entry: JsonObject) -> StoredKernel:
     if "ptx" not in entry:
         raise ArtifactError(
             f"{folder / entry['file']}: expected its PTX beside it, got an artifact from before "
@@ -130,10 +130,12 @@ def _packed(folder: Path, entry: JsonObject) -> Packed:
             f"{folder / entry['file']}: expected at most {SHARED_MEMORY[entry['arch']]} bytes of "
             f"shared memory on {entry['arch']}, got {entry['shared']}"
         )
-    return Packed(variant, entry["arch"], entry["entry"], entry["shared"], folder / entry["ptx"])
+    return StoredKernel(
+        variant, entry["arch"], entry["entry"], entry["shared"], folder / entry["ptx"]
+    )
 
 
-def tasks_of(kernels: Sequence[Packed]) -> list[tuple[Path, str, str]]:
+def tasks_of(kernels: Sequence[StoredKernel]) -> list[tuple[Path, str, str]]:
     """Independent tasks: (folder of an architecture, name of a variant, name of a trial)."""
     tasks = []
     for kernel in kernels:
@@ -150,7 +152,7 @@ def tasks_of(kernels: Sequence[Packed]) -> list[tuple[Path, str, str]]:
     return tasks
 
 
-def _stands_for_layer(kernel: Packed) -> bool:
+def _stands_for_layer(kernel: StoredKernel) -> bool:
     """Whether this is a linear layer's kernel for the most rows, which defines the whole layer; a
     kernel over parts of the inputs does not show whether there is a bias."""
     if kernel.variant.kernel.name != LINEAR:
@@ -159,7 +161,7 @@ def _stands_for_layer(kernel: Packed) -> bool:
     return kernel.variant.role == roles_of(shape, kernel.arch)[-1]
 
 
-def executed(kernels: Sequence[Packed], jobs: int) -> Generator[list[Ran], None, None]:
+def executed(kernels: Sequence[StoredKernel], jobs: int) -> Generator[list[Ran], None, None]:
     """Yield the results of each task, in order; `jobs` other processes run the tasks.
 
     They end with this process, and when the iterator is closed or raises. KernelError if a kernel
@@ -251,11 +253,11 @@ def run_task(task: tuple[Path, str, str]) -> list[Ran]:
 
 
 @lru_cache
-def _read_arch(folder: Path) -> tuple[Packed, ...]:
+def _read_arch(folder: Path) -> tuple[StoredKernel, ...]:
     return tuple(_packed(folder, entry) for entry in _entries(folder / "kernels.json"))
 
 
-def _trials(kernel: Packed, which: str, known: Mapping[str, Packed]) -> Iterator[Trial]:
+def _trials(kernel: StoredKernel, which: str, known: Mapping[str, StoredKernel]) -> Iterator[Trial]:
     variant = kernel.variant
     if variant.kernel.name == EXPERTS:
         others = [each.variant for each in known.values()]
@@ -267,11 +269,11 @@ def _trials(kernel: Packed, which: str, known: Mapping[str, Packed]) -> Iterator
         yield _trial(kernel, which)
 
 
-def _linear_trials(kernel: Packed) -> dict[str, Callable[[], Trial]]:
+def _linear_trials(kernel: StoredKernel) -> dict[str, Callable[[], Trial]]:
     return matrix_trials.linear_trials(matrix_trials.linear_shape(kernel.variant), kernel.arch)
 
 
-def _trial(kernel: Packed, which: str) -> Trial:
+def _trial(kernel: StoredKernel, which: str) -> Trial:
     variant = kernel.variant
     if variant.role != "prefill":
         one, many = trials.rows_trials(variant)
@@ -285,7 +287,7 @@ def _shape(variant: Variant) -> AttentionShape:
     """The shape that an attention's kernels were compiled for."""
     given = dict(variant.constants)
     width = {key: int(str(given[key])) for key in ("HEAD_DIM", "V_HEAD_DIM", "ROTARY")}
-    cache = CacheShape(
+    cache = PoolShape(
         variant.dtype,
         variant.pool_dtype,
         int(str(given["KV_HEADS"])),
@@ -308,10 +310,10 @@ def _shape(variant: Variant) -> AttentionShape:
     )
 
 
-def run_trial(trial: Trial, known: dict[str, Packed]) -> list[Ran]:
+def run_trial(trial: Trial, known: dict[str, StoredKernel]) -> list[Ran]:
     """Run a trial's launches in order and return their results; KernelError if the trial's output
     differs from the reference."""
-    launched: list[Packed] = []
+    launched: list[StoredKernel] = []
 
     def kernel(variant: Variant) -> tuple[ptx.Kernel, int]:
         packed = known.get(variant.name)
@@ -335,7 +337,9 @@ def run_trial(trial: Trial, known: dict[str, Packed]) -> list[Ran]:
     return [_ran(packed, counters, trial.name, error, limit) for packed, counters in pairs]
 
 
-def _ran(packed: Packed, counters: ptx.Counters, trial: str, error: float, limit: float) -> Ran:
+def _ran(
+    packed: StoredKernel, counters: ptx.Counters, trial: str, error: float, limit: float
+) -> Ran:
     traffic = [*counters.global_reads.values(), *counters.global_writes.values()]
     return Ran(
         packed.title,
@@ -351,7 +355,7 @@ def _ran(packed: Packed, counters: ptx.Counters, trial: str, error: float, limit
     )
 
 
-def _parsed(packed: Packed) -> ptx.Kernel:
+def _parsed(packed: StoredKernel) -> ptx.Kernel:
     return _read_ptx(packed.path, packed.entry, packed.arch)
 
 

@@ -57,7 +57,7 @@ def capability(arch: str) -> int:
     return int(arch.removeprefix("sm_"))
 
 
-def check_arch(cache: CacheShape, arch: str) -> None:
+def check_arch(cache: PoolShape, arch: str) -> None:
     """Raise UnsupportedError for bfloat16 and wide heads on an architecture without them."""
     if capability(arch) >= 80:
         return
@@ -78,7 +78,7 @@ def power_of_two(n: int, least: int = 1) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class CacheShape:
+class PoolShape:
     """Constants of one pool and its activations. `granularity`: 0 if the pool is not quantised."""
 
     dtype: str
@@ -91,7 +91,7 @@ class CacheShape:
     granularity: int = 0
 
     @classmethod
-    def of(cls, leaf: KVCacheParams, dtype: str) -> CacheShape:
+    def of(cls, leaf: KVCacheParams, dtype: str) -> PoolShape:
         """The shape of one shard of a leaf, with activations of `dtype`."""
         return cls(
             dtype=dtype,
@@ -159,7 +159,7 @@ class Rope:
 class AttentionShape:
     """Constants of one attention op. `rope`: None if update_and_attend gets no cos_sin."""
 
-    cache: CacheShape
+    cache: PoolShape
     heads: int
     scale: float
     window: int = 0
@@ -177,7 +177,7 @@ class AttentionShape:
         query, table = given["q"].meta["val"], given["cos_sin"]
         rotary_dim = None if table is None else table.meta["val"].shape[1]
         return cls(
-            cache=CacheShape.of(leaf, str(query.dtype).removeprefix("torch.")),
+            cache=PoolShape.of(leaf, str(query.dtype).removeprefix("torch.")),
             heads=query.shape[1],
             scale=given["scale"],
             window=given["window"],

@@ -13,7 +13,7 @@ from typing import Any
 from kvgraph import ops
 from kvgraph.contract.dtypes import DTYPES
 from kvgraph.kernels import shapes
-from kvgraph.kernels.shapes import AttentionShape, CacheShape, Rope, Tiles, power_of_two
+from kvgraph.kernels.shapes import AttentionShape, PoolShape, Rope, Tiles, power_of_two
 from kvgraph.ops.spec import Operand, OpSpec
 
 ALIGNMENT = 16
@@ -202,7 +202,7 @@ class Variant:
 
 
 @lru_cache
-def store_variant(cache: CacheShape, rope: Rope | None) -> Variant:
+def store_variant(cache: PoolShape, rope: Rope | None) -> Variant:
     constants: dict[str, Constant] = {
         **_pool_constants(cache),
         "LARGEST": DTYPES[cache.pool_dtype].largest,
@@ -248,7 +248,7 @@ def merge_variant(shape: AttentionShape, arch: str) -> Variant:
 
 
 def attention_variants(shape: AttentionShape, arch: str) -> tuple[Variant, ...]:
-    """Every kernel that `plan_attention` may launch for `shape`."""
+    """Every kernel that a plan of attention may launch for `shape`."""
     return (
         prefill_variant(shape, arch),
         decode_variant(shape, arch, split=False),
@@ -303,7 +303,7 @@ def _attention_variant(shape: AttentionShape, arch: str, role: str, tiles: Tiles
     )
 
 
-def _pool_constants(cache: CacheShape) -> dict[str, Constant]:
+def _pool_constants(cache: PoolShape) -> dict[str, Constant]:
     return {
         "KV_HEADS": cache.kv_heads,
         "HEAD_DIM": cache.head_dim,

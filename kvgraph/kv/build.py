@@ -11,6 +11,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+from kvgraph.contract.abilities import Uploads
 from kvgraph.contract.devices import Device
 from kvgraph.contract.inputs import KVCacheInputs, MultiKVCacheInputs, SessionInterface
 from kvgraph.contract.params import KVCacheParamInterface, KVCacheParams
@@ -94,15 +95,15 @@ def make_replicas(
 ) -> list[Replica]:
     """Make all data-parallel replicas; the session allocates their pools."""
     symbols = params.get_symbolic_inputs()
-    uploader = getattr(session, "uploader", None)
     replicas = []
     for index in range(params.data_parallel_degree):
+        upload = session.uploader() if isinstance(session, Uploads) else None
         shards = slice(index * params.n_shards, (index + 1) * params.n_shards)
         leaves = [
             _make_leaf(path, leaf, symbols[shards], leaf.devices[shards], session, sizes)
             for path, leaf in params.leaves.items()
         ]
-        replicas.append(Replica(index, leaves, settings, uploader and uploader()))
+        replicas.append(Replica(index, leaves, settings, upload))
     return replicas
 
 

@@ -7,8 +7,8 @@ from dataclasses import is_dataclass, replace
 from typing import Protocol, TypeAlias, TypeVar, cast
 
 import numpy as np
-import numpy.typing as npt
 
+from kvgraph.contract.abilities import Increments, RowOffsets
 from kvgraph.contract.inputs import (
     Buffer,
     KVCacheInputs,
@@ -18,9 +18,7 @@ from kvgraph.contract.inputs import (
     RaggedKVCacheInputs,
     SessionInterface,
 )
-from kvgraph.errors import RequestError, UnsupportedError
-
-RowOffsets: TypeAlias = npt.NDArray[np.int32] | Buffer
+from kvgraph.errors import DeviceError, RequestError, UnsupportedError
 
 
 class HasRowOffsets(Protocol):
@@ -32,12 +30,6 @@ class HasRowOffsets(Protocol):
 
 StepInputs: TypeAlias = HasRowOffsets | RowOffsets
 """Inputs of a step: a record with `input_row_offsets`, or the row offsets themselves."""
-
-
-class Increments(Protocol):
-    """A session with device memory, which increments cache lengths there."""
-
-    def increment(self, cache_lengths: Buffer, row_offsets: RowOffsets) -> None: ...
 
 
 Nest = TypeVar("Nest", bound=KVCacheInputs | Sequence[KVCacheInputs])
@@ -68,6 +60,11 @@ def advance(
     for lengths, row_offsets in growing.values():  # check all before any of them changes
         if isinstance(lengths.handle, np.ndarray):
             _require_offsets(row_offsets, lengths.shape[0])
+        elif not isinstance(session, Increments):
+            raise DeviceError(
+                f"session: expected one that increments cache_lengths of {lengths.device} "
+                f"(increment), got {type(session).__name__}"
+            )
     for lengths, row_offsets in growing.values():
         _increment(lengths, row_offsets, session)
     if isinstance(inputs, KVCacheInputs):
@@ -81,7 +78,8 @@ def _increment(lengths: Buffer, row_offsets: RowOffsets, session: SessionInterfa
         new = np.diff(np.asarray(row_offsets)).astype(np.int32)
         lengths.handle += new[: lengths.shape[0]]
     else:
-        cast(Increments, session).increment(lengths, row_offsets)
+        assert isinstance(session, Increments)
+        session.increment(lengths, row_offsets)
 
 
 def _require_offsets(given: object, rows: int) -> None:

@@ -12,11 +12,11 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property
 
 from kvgraph.contract.inputs import BatchCharacteristics, KVCacheInputs, SessionInterface
+from kvgraph.contract.not_copyable import NotCopyable
 from kvgraph.contract.params import KVCacheParamInterface, KVCacheStrategy
 from kvgraph.contract.synonyms import also_named
 from kvgraph.errors import ParamsError
 from kvgraph.kv.build import make_replicas, make_settings, nested, open_bridge, require_sizes
-from kvgraph.kv.not_copyable import NotCopyable
 from kvgraph.kv.pool.batch import BatchRows
 from kvgraph.kv.pool.checks import verify
 from kvgraph.kv.pool.journal import Event

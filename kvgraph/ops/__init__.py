@@ -1,4 +1,4 @@
-"""The paged-cache ops: each has one declaration, from which every framework's form is derived.
+"""The ops of kvgraph's graphs: each has one declaration, from which all of its forms are derived.
 
 The functions here, such as `store_kv`, are the torch forms, for the author of an `nn.Module`; torch
 is imported when the first of them is looked up.
@@ -24,7 +24,6 @@ from kvgraph.ops.spec import OPSET_DOMAIN as OPSET_DOMAIN
 from kvgraph.ops.spec import OPSET_VERSION as OPSET_VERSION
 from kvgraph.ops.spec import OpSpec as OpSpec
 from kvgraph.ops.specs import ALL_SPECS as ALL_SPECS
-from kvgraph.ops.specs import CPU_SPECS as CPU_SPECS
 from kvgraph.ops.specs import FUSIONS as FUSIONS
 from kvgraph.ops.specs import SPECS as SPECS
 
@@ -189,7 +188,7 @@ __all__ = [
     "ALL_GATHER",
     "ALL_REDUCE",
     "ALL_SPECS",
-    "CPU_SPECS",
+    "EXPERTS",
     "FUSED_EXPERTS",
     "FUSIONS",
     "LINEAR",
@@ -198,6 +197,7 @@ __all__ = [
     "PAGED_ATTENTION",
     "QUANTIZED_LINEAR",
     "RMS_NORM",
+    "ROUTE",
     "SILU_MUL",
     "SPECS",
     "STORE_KV",

@@ -6,15 +6,11 @@ one rank; several ranks need one process each.
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
-import numpy.typing as npt
 
+from kvgraph.contract.dims import Array
 from kvgraph.errors import KernelError
 from kvgraph.ops import spec
-
-Array = npt.NDArray[Any]
 
 
 def all_reduce(x: Array, residual: Array | None = None, *, ranks: int) -> Array:

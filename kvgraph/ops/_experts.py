@@ -20,7 +20,7 @@ import numpy as np
 
 from kvgraph.contract.dims import Array
 from kvgraph.ops import packed, packed_rules, spec
-from kvgraph.ops.packed import ACTIVATIONS, SILU, panel_count
+from kvgraph.ops.packed import ACTIVATIONS, SILU, Rest, of_expert, panel_count
 
 
 def experts(
@@ -56,25 +56,18 @@ def experts(
     parts_MAK = np.zeros((*indices_MA.shape, x_MK.shape[1]), np.float32)
     for expert in np.unique(indices_MA[indices_MA >= 0]):
         rows, slots = np.nonzero(indices_MA == expert)
-        both = packed.product(x_MK[rows], up[expert], *_of(expert, up_rest), bits, group, codes)
+        both = packed.product(
+            x_MK[rows], up[expert], *of_expert(expert, up_rest), bits, group, codes
+        )
         inner = packed.gated(both, activation, alpha, limit, up_offset)
         inner = inner[:, :inner_features].astype(np.float32)
-        out = packed.product(inner, down[expert], *_of(expert, down_rest), bits, group, codes)
+        out = packed.product(inner, down[expert], *of_expert(expert, down_rest), bits, group, codes)
         parts_MAK[rows, slots] = out[:, : x_MK.shape[1]]
     summed = np.zeros(x_MK.shape, np.float32)
     for slot in range(indices_MA.shape[1]):
         own = indices_MA[:, slot] >= 0
         summed[own] += parts_MAK[own, slot] * weights_MA[own, slot, None]
     return summed if residual_MK is None else summed + residual_MK
-
-
-Rest = tuple[Array | None, Array | None, Array | None]
-"""Scales, bytes of groups, and biases, each of all experts or None."""
-
-
-def _of(expert: int, rest: Rest) -> Rest:
-    scales, group_bytes, bias = (None if array is None else array[expert] for array in rest)
-    return scales, group_bytes, bias
 
 
 def _up_panels_fault(num_up_panels: int, inner_features: int) -> bool | str:

@@ -16,7 +16,7 @@ import numpy as np
 
 from kvgraph.contract.dims import Array
 from kvgraph.ops import matrices, packed, spec
-from kvgraph.ops.packed import ACTIVATIONS, SILU
+from kvgraph.ops.packed import ACTIVATIONS, SILU, Rest, of_expert
 
 
 def fused_experts(
@@ -47,25 +47,16 @@ def fused_experts(
     parts_MAK = np.zeros((*indices_MA.shape, x_MK.shape[1]), kind)
     for expert in np.unique(indices_MA[indices_MA >= 0]):
         rows, slots = np.nonzero(indices_MA == expert)
-        both = matrices.product(x_MK[rows], up[expert], *_of(expert, up_rest), *form)
+        both = matrices.product(x_MK[rows], up[expert], *of_expert(expert, up_rest), *form)
         gate_MI, up_MI = both[:, ::2], both[:, 1::2]
         inner = packed.joined(gate_MI, up_MI, activation, alpha, limit, up_offset).astype(kind)
-        own = _of(expert, down_rest)
+        own = of_expert(expert, down_rest)
         parts_MAK[rows, slots] = matrices.product(inner, down[expert], *own, *form).astype(kind)
     summed = np.zeros(x_MK.shape, np.float32)
     for slot in range(indices_MA.shape[1]):
         mine = indices_MA[:, slot] >= 0
         summed[mine] += parts_MAK[mine, slot].astype(np.float32) * weights_MA[mine, slot, None]
     return summed.astype(kind)
-
-
-Rest = tuple[Array | None, Array | None, Array | None]
-"""Scales, bytes of groups, and biases, each of all experts or None."""
-
-
-def _of(expert: int, rest: Rest) -> Rest:
-    scales, group_bytes, bias = (None if array is None else array[expert] for array in rest)
-    return scales, group_bytes, bias
 
 
 def _up_rows_fault(up_rows: int) -> bool | str:

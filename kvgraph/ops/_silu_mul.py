@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
-import numpy.typing as npt
 
+from kvgraph.contract.dims import Array
 from kvgraph.ops import spec
-
-Array = npt.NDArray[Any]
 
 
 def silu_mul(gate: Array, up: Array) -> Array:

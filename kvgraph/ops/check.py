@@ -10,6 +10,7 @@ import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
 
+from kvgraph.contract.dims import split_dim
 from kvgraph.errors import KernelError
 from kvgraph.ops.spec import Operand, OpSpec, Rule
 
@@ -82,8 +83,7 @@ class _Call:
             if self._differ(extent, dim):
                 self._refuse(f"{operand.name}: dim {axis}", dim, extent)
             return
-        symbol, _, plus = dim.partition(" + ")
-        offset = int(plus or 0)
+        symbol, offset = split_dim(dim)
         if isinstance(extent, int) and extent < offset:
             self._refuse(f"{operand.name}: dim {dim}", f"at least {offset}", extent)
         owner, expected = self._dims.setdefault(symbol, (operand.name, extent - offset))

@@ -10,6 +10,7 @@ import textwrap
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+from kvgraph.contract.dims import split_dim
 from kvgraph.contract.dtypes import ALL, DTYPES
 from kvgraph.ops import packed
 from kvgraph.ops.launch_names import ROLES, SCRATCH, VALUES
@@ -175,11 +176,11 @@ def _operand(op: OpSpec, operand: Operand, symbols: list[str]) -> str:
 def _dim(dim: str | int, symbols: list[str]) -> str:
     if isinstance(dim, int):
         return f"{{-1, {dim}}}"
-    return f"{{{symbols.index(_symbol(dim))}, {int(dim.partition(' + ')[2] or 0)}}}"
+    return f"{{{symbols.index(_symbol(dim))}, {split_dim(dim)[1]}}}"
 
 
 def _symbol(dim: str | int) -> str:
-    return dim.partition(" + ")[0] if isinstance(dim, str) else ""
+    return split_dim(dim)[0]
 
 
 def _operands(op: OpSpec) -> tuple[Operand, ...]:

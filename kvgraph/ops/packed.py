@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import numpy as np
 
@@ -288,3 +289,12 @@ def padded_depth(in_features: int) -> int:
 def panel_count(features: int) -> int:
     """Number of panels for `features` output columns."""
     return ceildiv(features, COLUMNS)
+
+
+Rest: TypeAlias = tuple[Array | None, Array | None, Array | None]
+"""Scales, bytes of groups, and biases, each of all experts or None."""
+
+
+def of_expert(expert: int, rest: Rest) -> Rest:
+    scales, group_bytes, bias = (None if array is None else array[expert] for array in rest)
+    return scales, group_bytes, bias

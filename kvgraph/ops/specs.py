@@ -18,11 +18,8 @@ from kvgraph.ops.spec import OpSpec
 SPECS: tuple[OpSpec, ...] = (STORE_KV, PAGED_ATTENTION, UPDATE_AND_ATTEND)
 """The cache ops, in the order of their C entry points."""
 
-CPU_SPECS: tuple[OpSpec, ...] = (LINEAR, ALL_REDUCE, ALL_GATHER, EXPERTS, ROUTE)
-"""Ops that only graphs for a CPU contain; in every table they follow the cache ops."""
-
-ALL_SPECS = SPECS + CPU_SPECS
-"""Ops with native kernels for a CPU, which are in the C header."""
+ALL_SPECS = (*SPECS, LINEAR, ALL_REDUCE, ALL_GATHER, EXPERTS, ROUTE)
+"""Ops with native kernels for a CPU, in the order of the C header."""
 
 FUSIONS: tuple[OpSpec, ...] = (RMS_NORM, SILU_MUL, FUSED_EXPERTS, QUANTIZED_LINEAR)
 """Ops that only torch programs for CUDA contain; a compiler pass inserts them."""

@@ -12,7 +12,7 @@ import importlib.metadata
 import importlib.util
 import json
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -39,8 +39,7 @@ from kvgraph.contract.manifest import (
     write_manifest,
 )
 from kvgraph.errors import ArtifactError, MissingDependencyError, UnsupportedError
-
-Progress = Callable[[str], None]
+from kvgraph.progress import Progress
 
 TOOLS = ("torch", "onnx", "onnx-ir")
 """Distributions that `kvgraph.compiler.targets.tensorrt.lower` imports."""

@@ -217,7 +217,10 @@ def read(folder: str | Path, *, verify: bool | None = None) -> Artifact:
 
 
 def verify(folder: str | Path) -> Artifact:
-    """Load an artifact that may be for another machine: check everything except its target."""
+    """Read an artifact that may be for another machine, and check its manifest and all its files.
+
+    No session is opened, and the target is not checked. ArtifactError as in `load`.
+    """
     folder = as_path("artifact", folder)
     artifact = Artifact(folder, read_manifest(folder))
     artifact.require_consistent()

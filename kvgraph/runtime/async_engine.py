@@ -18,6 +18,7 @@ from threading import Thread
 from types import TracebackType
 from typing import Any, TypeVar
 
+from kvgraph.contract.not_copyable import NotCopyable
 from kvgraph.contract.threads import threads_needed
 from kvgraph.contract.tokenizer import LONG_TEXT
 from kvgraph.errors import (
@@ -27,7 +28,6 @@ from kvgraph.errors import (
     RankError,
     RequestError,
 )
-from kvgraph.kv.not_copyable import NotCopyable
 from kvgraph.runtime.arguments import instance, optional_integer
 from kvgraph.runtime.engine import Engine
 from kvgraph.runtime.engine_calls import answer

@@ -9,8 +9,8 @@ from pathlib import Path
 from threading import get_ident
 from typing import Unpack
 
+from kvgraph.contract.not_copyable import NotCopyable
 from kvgraph.errors import GenerationError, RequestError
-from kvgraph.kv.not_copyable import NotCopyable
 from kvgraph.runtime import artifact as artifacts
 from kvgraph.runtime.arguments import instance, optional_integer
 from kvgraph.runtime.artifact import Artifact

@@ -41,7 +41,7 @@ def require_threads(asked: int | None) -> None:
     """Raise RequestError for more threads than processors that this process may run on."""
     most = len(processors())
     if asked is not None and not 0 <= asked <= most:
-        raise RequestError(f"num_threads: expected 1 to {most} from this machine, got {asked}")
+        raise RequestError(f"num_threads: expected 0 to {most} from this machine, got {asked}")
 
 
 def default_threads(topology: Path = TOPOLOGY) -> int:

@@ -4,12 +4,12 @@
                    ^   '-> loading (pages come from a tier) ---^ |
                    '------ preempted: newest first, recomputed --'
 
-Running requests go before waiting ones, and only the head of the queue may be admitted, so no
-request starves. A step that preempts admits none.
+Running requests go before waiting ones. Only the head of the queue may be admitted, or the first
+request behind those that are held back, so no request starves. A step that preempts admits none.
 
 A waiting request is held back while a row of this step computes the first page that it lacks: in
-the next step it finds that page in the prefix cache. Later requests may be admitted meanwhile. It
-is held only while another row progresses towards its end, so the wait is finite.
+the next step it finds that page in the prefix cache. It is held only while another row progresses
+towards its end, so the wait is finite.
 """
 
 from __future__ import annotations
@@ -200,31 +200,23 @@ class Scheduler:
         assert fits, "the oldest always fits: `require_room` refused it otherwise"
         return _batch(rows, self.pace) if rows else None
 
-    def retire(self) -> list[Request]:
-        """Release finished requests and return them."""
+    def retire(self) -> None:
+        """Release finished requests."""
         done = [row for row in self.running if row.finish_reason]
         for row in done:
             self.kv.release(row.context.request_id)
         if done:
             self.running = [row for row in self.running if not row.finish_reason]
-        return done
 
     def cancel(self, request_id: str) -> bool:
         """Remove a request from any queue; False if it is in none."""
-        for row in self.running:
-            if row.request_id == request_id:
-                self.kv.release(row.context.request_id)
-                self.running.remove(row)
-                return True
-        for row in self.loading:
-            if row.request_id == request_id:
-                self.kv.release(row.context.request_id)
-                self.loading.remove(row)
-                return True
-        for row in self.waiting:
-            if row.request_id == request_id:
-                self.waiting.remove(row)
-                return True
+        for queue in (self.running, self.loading, self.waiting):
+            for row in queue:
+                if row.request_id == request_id:
+                    if queue is not self.waiting:
+                        self.kv.release(row.context.request_id)
+                    queue.remove(row)
+                    return True
         return False
 
     def _settle_loads(self) -> None:

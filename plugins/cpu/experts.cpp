@@ -186,7 +186,7 @@ void run_block(const kvg_call& call, const LinearKernels& run, const Experts& op
 }
 
 void run_experts(const kvg_call& call, const LinearKernels& run, const Experts& op) {
-  static thread_local Kept kept;
+  Taken<Kept> kept;
   const int64_t slot = std::max(stride_of(run, op.up), stride_of(run, op.down)) +
                        static_cast<int64_t>(sizeof(float)) * (op.inner + op.width);
   const int64_t most = std::max<int64_t>(1, kBlockBytes / slot / op.active);
@@ -197,7 +197,7 @@ void run_experts(const kvg_call& call, const LinearKernels& run, const Experts& 
     block.x += row * op.width, block.out += row * op.width;
     block.indices += row * op.active, block.weights += row * op.active;
     if (op.residual) block.residual += row * op.width;
-    run_block(call, run, block, kept);
+    run_block(call, run, block, *kept);
   }
 }
 

@@ -4,6 +4,7 @@
 #include <sched.h>
 #include <time.h>
 
+#include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <climits>
@@ -30,6 +31,9 @@ constexpr auto kSleep = std::chrono::milliseconds(20);  // until the other rank 
 
 // How long ranks on several hosts may take to tell each other why a step fails, or that they wait.
 constexpr auto kAnswer = std::chrono::milliseconds(1500);
+
+// A longer timeout counts as this one: times of the clock fit 64 bits.
+constexpr int64_t kLongest = int64_t{1} << 40;  // milliseconds
 
 // The pieces that a rank has published: how many, and the bytes of the last two, indexed by the
 // lowest bit of their number: a rank may publish the next piece before this one is read. Padded
@@ -122,6 +126,10 @@ uint32_t heard_of(const kvg_group& group) {
   return all.broken.load();
 }
 
+Clock::time_point deadline_of(const kvg_group& group, Clock::time_point start) {
+  return start + std::chrono::milliseconds(std::min(group.timeout_ms, kLongest));
+}
+
 // The thread's group; refuses unless it has `ranks` ranks.
 kvg_group& entered(const char* op, int64_t ranks) {
   const auto count = static_cast<long long>(ranks);
@@ -134,6 +142,9 @@ kvg_group& entered(const char* op, int64_t ranks) {
            t_group->size);
   if (t_group->rank < 0 || t_group->rank >= ranks)
     refuse("%s: rank: expected 0 to %lld, got %d", op, count - 1, t_group->rank);
+  if (t_group->timeout_ms < 0)
+    refuse("%s: timeout_ms: expected at least 0, got %lld", op,
+           static_cast<long long>(t_group->timeout_ms));
   require_data(op, "memory", static_cast<const uint64_t*>(t_group->memory), 1);
   return *t_group;
 }
@@ -166,7 +177,7 @@ void Meeting::wait_for(int32_t rank, size_t bytes) {
   uint32_t calls = line.calls.load();
   if (!there(calls)) {
     const auto start = Clock::now();
-    const auto deadline = start + std::chrono::milliseconds(group_.timeout_ms);
+    const auto deadline = deadline_of(group_, start);
     for (uint32_t turns = 0; !there(calls = line.calls.load()); ++turns) {
       if (const uint32_t broken = all.broken.load())
         fail(static_cast<int32_t>(broken & 0xffff), broken >> 16);
@@ -194,7 +205,7 @@ void Meeting::wait_for(int32_t rank, size_t bytes) {
 
 void Meeting::gather(size_t bytes) {
   const auto start = Clock::now();
-  const auto deadline = start + std::chrono::milliseconds(group_.timeout_ms);
+  const auto deadline = deadline_of(group_, start);
   Heard& heard = shared(group_).heard;
   bool has_told = false;
   const auto ask = [&](int32_t first) {

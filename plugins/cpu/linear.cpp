@@ -62,12 +62,12 @@ struct Prepared {
 
 void run_linear(const kvg_call& call, const LinearKernels& run, Linear& job, const float* x,
                 int64_t width) {
-  static thread_local Prepared kept;
+  Taken<Prepared> kept;
   job.x_stride = stride_of(run, job);
-  kept.rows.resize(static_cast<size_t>(job.rows * job.x_stride));
-  kept.scales.resize(static_cast<size_t>(job.rows));
-  char* rows = kept.rows.data();
-  float* scales = kept.scales.data();
+  kept->rows.resize(static_cast<size_t>(job.rows * job.x_stride));
+  kept->scales.resize(static_cast<size_t>(job.rows));
+  char* rows = kept->rows.data();
+  float* scales = kept->scales.data();
   job.x = rows, job.x_scales = scales;
   for_rows(call, job.rows, job.depth, [&](int64_t m) {
     run.prepare(job, x + m * width, width, rows + m * job.x_stride, scales + m);

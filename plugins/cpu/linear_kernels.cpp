@@ -29,6 +29,10 @@ static_assert(KVG_NATIVE_DOT, "tiles read rows as native dot products do");
 
 // ---- from sums to outputs ---------------------------------------------------------------------
 
+// The largest magnitude of a column's sum of stored int8. Scales that break this contract give
+// wrong numbers, but no undefined conversion.
+constexpr float kMostTotal = 128 * kMostSummed;
+
 // Computes the values of one panel for one row from its sums.
 void value(const Linear& job, int64_t panel, int64_t, const float* sums, float* to) {
   std::memcpy(to, sums, kColumns * sizeof(float));
@@ -45,7 +49,9 @@ void value(const Linear& job, int64_t panel, int64_t row, const int32_t* sums, f
   // Sums of x + kOffset may wrap around, the sums of x do not (kMostSummed).
 #pragma omp simd
   for (int c = 0; c < kColumns; ++c) {
-    const uint32_t more = static_cast<uint32_t>(kOffset * static_cast<int32_t>(total[c]));
+    float stored = total[c] < kMostTotal ? total[c] : kMostTotal;
+    stored = stored > -kMostTotal ? stored : -kMostTotal;
+    const uint32_t more = uint32_t{kOffset} * static_cast<uint32_t>(static_cast<int32_t>(stored));
     const auto sum = static_cast<int32_t>(static_cast<uint32_t>(sums[c]) - more);
     to[c] = static_cast<float>(sum) * (scale[c] * own);
   }

@@ -165,7 +165,10 @@ void tile_of_nibbles(const char* x, int64_t stride, const char* w, const uint8_t
     }
     const Index factor = multipliers(multiplier, 0);
     KVG_UNROLL
-    for (int m = 0; m < Rows; ++m) sums[m] += (as<Index>(group[m]) >> 4) * factor;
+    for (int m = 0; m < Rows; ++m) {  // unsigned: sums of x + kOffset may wrap around
+      const Index more = (as<Index>(group[m]) >> 4) * factor;
+      sums[m] = as<Index>(as<Words>(sums[m]) + as<Words>(more));
+    }
   }
   KVG_UNROLL
   for (int m = 0; m < Rows; ++m) out[m * width] = sums[m];

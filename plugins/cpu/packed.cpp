@@ -174,8 +174,8 @@ int64_t stride_of(const LinearKernels& run, const Linear& job) {
 
 void multiply(const kvg_call& call, const LinearKernels& run, const Linear* jobs, size_t count) {
   if (count == 0) return;  // no row has an expert
-  static thread_local std::vector<Task> kept;
-  const std::vector<Task>& tasks = cut(call, jobs, count, kept);
+  Taken<std::vector<Task>> kept;
+  const std::vector<Task>& tasks = cut(call, jobs, count, *kept);
   parallel_for(call, tasks.size(),
                [&](size_t i) { run_task(run, jobs[tasks[i].job], tasks[i]); });
 }

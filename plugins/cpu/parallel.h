@@ -5,6 +5,7 @@
 #include <cstddef>
 #include <exception>
 #include <type_traits>
+#include <utility>
 
 #include "kvgraph/abi.h"
 
@@ -42,5 +43,28 @@ void parallel_for(const kvg_call& call, size_t count, Body&& body) {
   parallel_for(call, guarded.run, &guarded, count);
   if (guarded.first) std::rethrow_exception(guarded.first);
 }
+
+// An object whose memory the thread keeps from one call to its next. A call takes the object and
+// gives it back at its end: inside parallel_for, a host may run another call on the same thread,
+// which then finds an empty one.
+template <class Object>
+class Taken {
+ public:
+  Taken() : object_(std::move(kept())) {}
+  ~Taken() { kept() = std::move(object_); }
+  Taken(const Taken&) = delete;
+  Taken& operator=(const Taken&) = delete;
+
+  Object& operator*() { return object_; }
+  Object* operator->() { return &object_; }
+
+ private:
+  static Object& kept() {
+    static thread_local Object object;
+    return object;
+  }
+
+  Object object_;
+};
 
 }  // namespace kvg

@@ -26,29 +26,45 @@ Floats rounded(Floats x, Floats step) {
   return x + kNoFraction - kNoFraction;
 }
 
-Floats squared_error(Floats x, Floats step) {
-  const Floats off = rounded(x, step) * step - x;
+Floats squared_error(Floats x, Floats step, Floats factor) {
+  const Floats off = (rounded(x, step) * step - x) * factor;
   return off * off;
+}
+
+// A power of two, 1 at most, that brings `largest` below 4: sums of squared errors are finite, and
+// are scaled without rounding.
+Floats factor_of(Floats largest) {
+  constexpr int32_t kOne = 127 << 23, kMostExponent = 253 << 23;  // bits of a float
+  Ints exponent = (Ints)largest & 0x7f800000;
+  exponent = exponent > kOne ? exponent : Ints{} + kOne;
+  exponent = exponent < kMostExponent ? exponent : Ints{} + kMostExponent;
+  return (Floats)(2 * kOne - exponent);
 }
 
 // Rounds `count` groups, each in one of the first lanes.
 void round_groups(const float* weights, const float* steps, int count, int64_t width, int64_t tries,
                   int8_t* nibbles, uint8_t* chosen) {
-  Floats inputs[kMostWidth];
+  Floats inputs[kMostWidth], largest = {};
   for (int64_t i = 0; i < width; ++i) {
     inputs[i] = Floats{};
     for (int lane = 0; lane < count; ++lane) inputs[i][lane] = weights[lane * width + i];
+    const Floats size = inputs[i] < 0 ? -inputs[i] : inputs[i];
+    largest = size > largest ? size : largest;
   }
-  Floats least = Floats{} + std::numeric_limits<float>::infinity(), kept = Floats{} + 1;
-  Ints best = {};
-  for (int64_t t = 0; t < tries; ++t) {
+  const Floats factor = factor_of(largest);
+  const auto step_of = [=](int64_t t) {
     Floats step = {};
     for (int lane = 0; lane < count; ++lane) step[lane] = steps[lane * tries + t];
-    step = step == 0 ? Floats{} + 1 : step;
+    return step == 0 ? Floats{} + 1 : step;
+  };
+  Floats least = Floats{} + std::numeric_limits<float>::infinity(), kept = step_of(0);
+  Ints best = {};
+  for (int64_t t = 0; t < tries; ++t) {
+    const Floats step = step_of(t);
     Floats even = {}, odd = {};
     for (int64_t i = 0; i < width; i += 2) {
-      even += squared_error(inputs[i], step);
-      odd += squared_error(inputs[i + 1], step);
+      even += squared_error(inputs[i], step, factor);
+      odd += squared_error(inputs[i + 1], step, factor);
     }
     const Floats error = even + odd;
     const Ints better = error < least;

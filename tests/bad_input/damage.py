@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from kvgraph.contract.hashes import hash_file
+from kvgraph.contract.hashes import hash_files
 from kvgraph.contract.plain import to_json
 from tests.support.command_line import Outcome, run
 
@@ -71,5 +71,5 @@ def edit_manifest(folder: Path, edit: Callable[[dict[str, Any]], Any]) -> None:
 
 
 def rehashed(path: Path) -> dict[str, Any]:
-    entry = hash_file(path)
+    entry = hash_files(path.parent, [path.name])[path.name]
     return {"size": entry.size, "chunks": entry.chunks}

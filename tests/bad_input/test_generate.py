@@ -125,6 +125,7 @@ def test_prompts_of_another_kind(loaded: Artifact, prompt: Any) -> None:
             ["The", "--session", "torch"],
             r"session: expected one of \['onnxruntime', 'reference'\] .*got 'torch'",
         ),
+        (["The", "--session", ""], r"session: expected one of .* of backend 'onnx', got ''"),
         (["The", "--max-new-tokens", 0], "max_new_tokens: expected >= 1, got 0"),
         (["The", "--temperature", -1], r"temperature: expected >= 0 and finite, got -1.0"),
         (["The", "--temperature", "nan"], r"temperature: expected >= 0 and finite, got nan"),

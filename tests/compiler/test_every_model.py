@@ -43,8 +43,8 @@ def test_a_reason_is_found_in_its_sentence() -> None:
     )
     for reason in Reason:
         sentence = unsupported("odd", reason.said(**words, error="ValueError"))
-        assert Reason.of(sentence) is reason
-    assert Reason.of(unsupported("odd", "of another kind")) is None
+        assert page.reason_of(sentence) is reason
+    assert page.reason_of(unsupported("odd", "of another kind")) is None
 
 
 def test_a_verdict_is_kept_by_its_reason() -> None:

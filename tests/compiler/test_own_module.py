@@ -146,6 +146,7 @@ def test_it_generates(tmp_path: Path) -> None:
             {},
             "expected float32 activations .*, got a module in bfloat16; give module.float",
         ),
+        (Decoder(), {"vocab_size": 0}, "vocab_size: expected >= 1, got 0"),
         (Decoder(), {"vocab_size": None}, "vocab_size: expected a value .*, got None"),
         (Decoder(), {"cache": "padded"}, "cache: expected paged from params, got padded; leave it"),
         (Decoder(), {"cache_dtype": "int8"}, "cache_dtype: expected float32 from params, got int8"),
@@ -211,7 +212,7 @@ def with_buffer(values: torch.Tensor) -> Decoder:
         (Lazy(), {}, "qkv.weight: expected a tensor with values, got one that is not initialised"),
         (Decoder().to("meta"), {}, "embed.weight: expected a tensor with values, got one on"),
         (Decoder(), {"params": {}}, "params: expected KVCacheParams, got dict"),
-        (Decoder(), {"vocab_size": 256.0}, "vocab_size: expected an integer, got float 256.0"),
+        (Decoder(), {"vocab_size": 256.0}, "vocab_size: expected an integer >= 1, got float 256."),
         (with_buffer(torch.empty(3, device="meta")), {}, "own: expected a tensor with values, got"),
         (
             with_buffer(torch.eye(3).to_sparse()),

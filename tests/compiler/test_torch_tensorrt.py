@@ -24,7 +24,7 @@ from kvgraph.compiler.targets.tensorrt import torch_tensorrt as adapter
 from kvgraph.errors import MissingDependencyError, UnsupportedError
 from kvgraph.kernels import aot
 from kvgraph.kernels.record import archs_of, image_digests
-from kvgraph.kernels.shapes import AttentionShape, CacheShape
+from kvgraph.kernels.shapes import AttentionShape, PoolShape
 from kvgraph.ops import UPDATE_AND_ATTEND, torch_ops
 
 LAYERS, HEADS, KV_HEADS, WIDTH, PAGE = 2, 4, 2, 16, 16
@@ -364,7 +364,7 @@ def test_a_layer_without_kernels(host: TorchTensorRT) -> None:
 def another_shape() -> AttentionShape:
     """Of no layer here."""
     return AttentionShape(
-        CacheShape("float32", "float32", KV_HEADS, WIDTH, PAGE, LAYERS), HEADS, 9.0
+        PoolShape("float32", "float32", KV_HEADS, WIDTH, PAGE, LAYERS), HEADS, 9.0
     )
 
 

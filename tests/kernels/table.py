@@ -13,7 +13,7 @@ from kvgraph.errors import UnsupportedError
 from kvgraph.kernels import aot, experts_plan, linear_plan, variants
 from kvgraph.kernels.aot import Compiled
 from kvgraph.kernels.route_plan import route_variant
-from kvgraph.kernels.shapes import AttentionShape, CacheShape, Rope
+from kvgraph.kernels.shapes import AttentionShape, PoolShape, Rope
 from kvgraph.kernels.variants import Variant
 from tests.support.matrix_products import LLAMA_8B, QWEN3_30B
 from tests.support.routes import DEEPSEEK
@@ -39,7 +39,7 @@ TENSOR_CORES = ("wgmma.mma_async", "mma.sync", "tcgen05.mma")
 def shape_of(
     dtype: str, pool: str, head_dim: int, page_size: int, granularity: int
 ) -> AttentionShape:
-    cache = CacheShape(dtype, pool, 8, head_dim, page_size, 32, 0, granularity)
+    cache = PoolShape(dtype, pool, 8, head_dim, page_size, 32, 0, granularity)
     shape = AttentionShape(cache, 32, head_dim**-0.5, rope=Rope(head_dim))
     shape.check()
     return shape

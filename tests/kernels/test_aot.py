@@ -17,7 +17,7 @@ from triton.backends.compiler import GPUTarget
 from kvgraph.errors import UnsupportedError
 from kvgraph.kernels import aot, variants
 from kvgraph.kernels.aot import Resources
-from kvgraph.kernels.shapes import AttentionShape, CacheShape
+from kvgraph.kernels.shapes import AttentionShape, PoolShape
 from kvgraph.kernels.variants import Variant
 from tests.kernels.table import instructions, shape_of
 
@@ -152,7 +152,7 @@ def entry_parameters(ptx: str) -> list[str]:
 @pytest.mark.parametrize("arch", ["sm_75", "sm_80", "sm_90", "sm_120"])
 def test_tiny_llama_compiles_for(arch: str) -> None:
     """head_dim 16, float32: what the example checkpoint is."""
-    shape = AttentionShape(CacheShape("float32", "float32", 4, 16, 16, 4), 8, 0.25)
+    shape = AttentionShape(PoolShape("float32", "float32", 4, 16, 16, 4), 8, 0.25)
     listed: list[Variant] = [
         *variants.attention_variants(shape, arch),
         variants.store_variant(shape.cache, None),
@@ -167,6 +167,6 @@ def test_refuses_before_compiling() -> None:
         aot.compile_attention(SHAPE, "sm_70")
     with pytest.raises(UnsupportedError, match=r"float16 or float32 .*on sm_75, got bfloat16"):
         aot.compile_attention(SHAPE, "sm_75")
-    cache = CacheShape("bfloat16", "bfloat16", 8, 128, 100, 32)
+    cache = PoolShape("bfloat16", "bfloat16", 8, 128, 100, 32)
     with pytest.raises(UnsupportedError, match=r"page_size: .*got 100"):
         aot.compile_attention(AttentionShape(cache, 32, 0.1), "sm_90")

@@ -22,7 +22,7 @@ from kvgraph.contract.manifest import read_manifest
 from kvgraph.errors import ArtifactError, KernelError
 from kvgraph.kernels import aot
 from kvgraph.kernels.execute import (
-    Packed,
+    StoredKernel,
     _starts,
     read_kernels,
     record,
@@ -30,11 +30,11 @@ from kvgraph.kernels.execute import (
     run_trial,
     tasks_of,
 )
-from kvgraph.kernels.shapes import AttentionShape, CacheShape
+from kvgraph.kernels.shapes import AttentionShape, PoolShape
 from kvgraph.kernels.trials import Trial, attention_trial, rows_of
 from tests.support.command_line import run
 
-SHAPE = AttentionShape(CacheShape("float16", "float16", 2, 16, 16, 2), 4, 0.25)
+SHAPE = AttentionShape(PoolShape("float16", "float16", 2, 16, 16, 2), 4, 0.25)
 
 
 @pytest.fixture(scope="module")
@@ -119,14 +119,14 @@ def decode_trial() -> Trial:
     return attention_trial(SHAPE, "sm_80", "decode", rows_of(16)["decode"], 1)
 
 
-def packed(trial: Trial, folder: Path, arch: str = "sm_80") -> dict[str, Packed]:
+def packed(trial: Trial, folder: Path, arch: str = "sm_80") -> dict[str, StoredKernel]:
     """The kernels of a trial's plan as Triton's sources are now, in a new folder."""
     folder.mkdir()
     found = {}
     for made in aot.compile_all([one.variant for one in trial.plan.launches], arch):
         path = folder / made.ptx_name
         path.write_bytes(made.packed_ptx())
-        found[made.variant.name] = Packed(
+        found[made.variant.name] = StoredKernel(
             made.variant, arch, made.entry, made.resources.shared, path
         )
     return found

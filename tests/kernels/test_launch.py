@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from kvgraph.errors import KernelError, UnsupportedError
 from kvgraph.kernels import launch, shapes, variants
-from kvgraph.kernels.shapes import AttentionShape, CacheShape, Rope
+from kvgraph.kernels.shapes import AttentionShape, PoolShape, Rope
 
-CACHE = CacheShape("bfloat16", "bfloat16", 8, 128, 128, 32)
+CACHE = PoolShape("bfloat16", "bfloat16", 8, 128, 128, 32)
 SHAPE = AttentionShape(CACHE, 32, 0.09, rope=Rope(128))
 
 
@@ -145,27 +145,27 @@ def test_variant_names_tell_variants_apart() -> None:
 @pytest.mark.parametrize(
     ("cache", "heads", "said"),
     [
-        (CacheShape("bfloat16", "bfloat16", 8, 576, 16, 4), 8, "head_dim: .*16 to 512, got 576"),
-        (CacheShape("bfloat16", "bfloat16", 8, 20, 16, 4), 8, "head_dim: .*multiple of 8.* 20"),
-        (CacheShape("bfloat16", "bfloat16", 8, 64, 777, 4), 8, r"page_size: .*\[16, 32.* 777"),
-        (CacheShape("bfloat16", "bfloat16", 8, 64, 16, 4, 80), 8, "v_head_dim: .*64, got 80"),
-        (CacheShape("float64", "bfloat16", 8, 64, 16, 4), 8, "dtype: .*float64"),
-        (CacheShape("float16", "int4", 8, 64, 16, 4), 8, "pool dtype: .*int4"),
-        (CacheShape("float16", "int8", 8, 64, 16, 4), 8, "granularity: .*int8 pool, got 0"),
-        (CacheShape("float16", "float16", 8, 64, 16, 4, 0, 64), 8, "granularity: .*got 64"),
-        (CacheShape("float16", "int8", 8, 96, 16, 4, 0, 48), 8, "granularity: .*power.*got 48"),
+        (PoolShape("bfloat16", "bfloat16", 8, 576, 16, 4), 8, "head_dim: .*16 to 512, got 576"),
+        (PoolShape("bfloat16", "bfloat16", 8, 20, 16, 4), 8, "head_dim: .*multiple of 8.* 20"),
+        (PoolShape("bfloat16", "bfloat16", 8, 64, 777, 4), 8, r"page_size: .*\[16, 32.* 777"),
+        (PoolShape("bfloat16", "bfloat16", 8, 64, 16, 4, 80), 8, "v_head_dim: .*64, got 80"),
+        (PoolShape("float64", "bfloat16", 8, 64, 16, 4), 8, "dtype: .*float64"),
+        (PoolShape("float16", "int4", 8, 64, 16, 4), 8, "pool dtype: .*int4"),
+        (PoolShape("float16", "int8", 8, 64, 16, 4), 8, "granularity: .*int8 pool, got 0"),
+        (PoolShape("float16", "float16", 8, 64, 16, 4, 0, 64), 8, "granularity: .*got 64"),
+        (PoolShape("float16", "int8", 8, 96, 16, 4, 0, 48), 8, "granularity: .*power.*got 48"),
         (CACHE, 20, "num_heads: .*8 kv heads, got 20"),
-        (CacheShape("float16", "float16", 1, 64, 16, 4), 256, "num_heads: .*1 to 128.* 256"),
-        (CacheShape("float16", "float16", 1, 512, 16, 4), 17, "1 to 16 .*of 512 elements, got 17"),
+        (PoolShape("float16", "float16", 1, 64, 16, 4), 256, "num_heads: .*1 to 128.* 256"),
+        (PoolShape("float16", "float16", 1, 512, 16, 4), 17, "1 to 16 .*of 512 elements, got 17"),
     ],
 )
-def test_refuses_by_name(cache: CacheShape, heads: int, said: str) -> None:
+def test_refuses_by_name(cache: PoolShape, heads: int, said: str) -> None:
     with pytest.raises(UnsupportedError, match=said):
         AttentionShape(cache, heads, 0.1).check()
 
 
 def test_heads_that_an_architecture_has_no_room_for() -> None:
-    wide = CacheShape("float16", "float16", 2, 264, 16, 4)
+    wide = PoolShape("float16", "float16", 2, 264, 16, 4)
     shapes.check_arch(wide, "sm_80")
     with pytest.raises(UnsupportedError, match="head_dim: expected at most 256 on sm_75, got 264"):
         shapes.check_arch(wide, "sm_75")

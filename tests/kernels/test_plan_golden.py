@@ -9,13 +9,13 @@ import pytest
 
 from kvgraph.kernels import launch
 from kvgraph.kernels.launch import Sizes
-from kvgraph.kernels.shapes import AttentionShape, CacheShape
+from kvgraph.kernels.shapes import AttentionShape, PoolShape
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "launch-plans.txt"
 
 
 def shape_of(heads: int, kv_heads: int, dtype: str, window: int = 0) -> AttentionShape:
-    return AttentionShape(CacheShape(dtype, dtype, kv_heads, 64, 16, 4), heads, 0.125, window)
+    return AttentionShape(PoolShape(dtype, dtype, kv_heads, 64, 16, 4), heads, 0.125, window)
 
 
 SHAPES = {

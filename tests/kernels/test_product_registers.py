@@ -16,7 +16,7 @@ from kvgraph.errors import KernelError
 from kvgraph.kernels import aot, sass, variants
 from kvgraph.kernels.experts_plan import experts_variants
 from kvgraph.kernels.linear_plan import linear_variants
-from kvgraph.kernels.shapes import AttentionShape, CacheShape
+from kvgraph.kernels.shapes import AttentionShape, PoolShape
 from kvgraph.kernels.variants import Variant
 from kvgraph.ops.packed import E2M1, E4M3, INT8
 from tests.support.matrix_products import LLAMA_8B, QWEN3_30B
@@ -74,7 +74,7 @@ def attention() -> list[Variant]:
     found: list[Variant] = []
     for head_dim in (64, 128):
         for pool, granularity in (("bfloat16", 0), ("float8_e4m3fn", head_dim), ("int8", 32)):
-            cache = CacheShape("bfloat16", pool, 2, head_dim, 128, 1, 0, granularity)
+            cache = PoolShape("bfloat16", pool, 2, head_dim, 128, 1, 0, granularity)
             found += variants.attention_variants(AttentionShape(cache, 8, 0.1), "sm_90")
     return found
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from kvgraph.contract.inputs import BatchCharacteristics, Buffer, KVCacheInputs
-from kvgraph.errors import RequestError
+from kvgraph.errors import DeviceError, RequestError
 from kvgraph.kv.metrics import KVCacheMetrics
 from kvgraph.kv.paged import PagedKVCacheManager
 from kvgraph.kv.requests import RequestID, TextContext
@@ -265,6 +265,9 @@ def test_increments_ask_the_session_for_device_memory() -> None:
         record.cache_lengths = Buffer("int32", (1,), record.cache_lengths.device, handle)
     manager.increment_cache_lengths(inputs, np.array([0, 3]))
     assert session.increments == [handle]
+    manager.session = None
+    with pytest.raises(DeviceError, match=r"^session: expected one that increments cache_lengths"):
+        manager.increment_cache_lengths(inputs, np.array([0, 3]))
 
 
 def test_window_example_of_the_spec() -> None:

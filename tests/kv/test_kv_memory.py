@@ -118,7 +118,7 @@ def tables_below(nbytes: int) -> Iterator[None]:
     own = np.zeros
 
     def zeros(shape: Any, dtype: Any = float) -> Any:
-        if dtype == np.int32 and np.prod(shape, dtype=np.int64) * 4 >= nbytes:
+        if dtype == np.uint8 and nbytes <= shape < 2 * nbytes:  # a pool is larger
             raise MemoryError
         return own(shape, dtype)
 

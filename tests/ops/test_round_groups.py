@@ -57,6 +57,28 @@ def test_weights_beyond_the_nibbles_are_clipped() -> None:
     assert nibbles[0, :2].tolist() == [7, -8]
 
 
+@pytest.mark.parametrize("exponent", [1, 60, 100, 124])
+def test_choices_do_not_depend_on_the_size_of_large_weights(exponent: int) -> None:
+    """Most squares of such weights do not fit float32."""
+    rng = np.random.default_rng(0)
+    weights = rng.standard_normal((99, 32)).astype(np.float32)
+    steps = np.abs(weights).max(1, keepdims=True) / np.array([7, 8, 9, 10, 11], np.float32)
+    expected = reference(weights, steps)
+    assert expected[1].any()
+    factor = np.float32(2) ** exponent
+    for got, wanted in zip(round_groups(weights * factor, steps * factor), expected, strict=True):
+        np.testing.assert_array_equal(got, wanted)
+
+
+def test_the_first_step_of_which_none_fits() -> None:
+    """Every product of a nibble and a step is infinite."""
+    weights = np.full((1, 16), np.finfo(np.float32).max)
+    steps = np.array([[weights.max() * np.float32(0.6), weights.max() * np.float32(0.55)]])
+    nibbles, chosen = round_groups(weights, steps)
+    assert nibbles[0].tolist() == [2] * 16
+    assert chosen.tolist() == [0]
+
+
 @pytest.mark.parametrize(
     ("weights", "steps", "message"),
     [

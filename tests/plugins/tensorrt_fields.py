@@ -9,7 +9,7 @@ from kvgraph.compiler.targets.trt_fields import pack_images
 from kvgraph.kernels import variants
 from kvgraph.kernels.aot import Compiled, Resources
 from kvgraph.kernels.record import pack_kernels
-from kvgraph.kernels.shapes import AttentionShape, CacheShape, Rope
+from kvgraph.kernels.shapes import AttentionShape, PoolShape, Rope
 from tests.support.fake_driver import cubin
 
 SHARED_BYTES = 49664
@@ -28,7 +28,7 @@ def shape_of(
     granularity: int = 0,
     rope: Rope | None = None,
 ) -> AttentionShape:
-    cache = CacheShape(dtype, pool_dtype, kv_heads, head_dim, 16, 4, granularity=granularity)
+    cache = PoolShape(dtype, pool_dtype, kv_heads, head_dim, 16, 4, granularity=granularity)
     return AttentionShape(cache, heads, head_dim**-0.5, window=window, sinks=sinks, rope=rope)
 
 

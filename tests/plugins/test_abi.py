@@ -26,6 +26,7 @@ from kvgraph.ops import LINEAR, PAGED_ATTENTION, cuda_native, native, packed
 from kvgraph.ops.header import ABI_VERSION, ACTIVATIONS, CODES, header
 from kvgraph.runtime.sessions.onnxruntime import register_ops
 from tests.support.conformance import Case, build, check
+from tests.support.host_threads import host_threads
 
 PLUGINS = Path(__file__).parents[2] / "plugins"
 LONG = Case("update_and_attend", heads=8, rows=((3000, 1), (40, 5), (0, 200)), sinks=True)
@@ -297,40 +298,15 @@ def test_a_forked_child_has_its_own_threads() -> None:
 
 def test_a_callers_own_parallel_for_is_used() -> None:
     """A host hands its threads in; every index runs once, and no thread of ours starts."""
-    operands = build(LONG)
-    q = operands.inputs["q"]
-    assert q is not None
-    out = np.empty_like(q)
-    arrays = [*operands.arrays, out, None, None]
-    tensors = b"".join(
-        native.ADDRESS.pack(a.ctypes.data)
-        + native.TYPE_AND_SHAPE.pack(
-            native.DTYPE_CODES[str(a.dtype)], a.ndim, *a.shape, *[0] * (6 - a.ndim)
-        )
-        if a is not None
-        else bytes(native.TENSOR_BYTES)
-        for a in arrays
-    )
-    a = operands.attributes
-    values = struct.pack("qdqdqqqq", *(a[x.name] for x in operands.spec.attributes))
-    task_type = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_size_t)
-    loop_type = ctypes.CFUNCTYPE(None, ctypes.c_void_p, task_type, ctypes.c_void_p, ctypes.c_size_t)
     counts: list[int] = []
 
-    def loop(host: int | None, fn, task: int, count: int) -> None:  # type: ignore[no-untyped-def]
-        assert host == 1234
+    def loop(run: Callable[[int], None], count: int) -> None:
         counts.append(count)
         for index in reversed(range(count)):
-            fn(task, index)
+            run(index)
 
-    callback = loop_type(loop)
-    frame = native.CALL.pack(
-        ABI_VERSION, native.CALL.size, _address(tensors), _address(values), len(arrays), 8,
-        ctypes.cast(callback, ctypes.c_void_p).value, 1234, 0, 2,
-    )  # fmt: skip
-    message = ctypes.create_string_buffer(200)
-    status = native.library().dll.kvg_cpu_update_and_attend(frame, message, 200)
-    assert status == 0, message.value
+    with host_threads(loop):
+        out, operands = _run(LONG)
     assert counts
     assert all(count > 1 for count in counts)
     check(LONG, out, operands)

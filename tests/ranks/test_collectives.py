@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -188,6 +189,30 @@ def test_a_rank_that_does_not_come_is_named() -> None:
     for group in own:
         with pytest.raises(RankError, match=r"rank 1: .* got nothing from it in 1 s"):
             group.require_whole()
+
+
+def test_a_negative_timeout_is_refused() -> None:
+    group = groups(2)[0]
+    group._group.timeout_ms = -1
+    group.enter()
+    with pytest.raises(KernelError, match="all_reduce: timeout_ms: expected at least 0, got -1"):
+        native.run(ALL_REDUCE, np.ones((1, 4), np.float32), ranks=2)
+
+
+@pytest.mark.parametrize("timeout_ms", [2**63 // 10**6, 2**63 - 1])
+def test_the_longest_timeouts_wait(timeout_ms: int) -> None:
+    """Such times in nanoseconds do not fit 64 bits."""
+    own = groups(2)
+    for group in own:
+        group._group.timeout_ms = timeout_ms
+
+    def work(rank: int) -> Array:
+        time.sleep(0.2 * rank)
+        found: Array = native.run(ALL_REDUCE, np.ones((1, 4), np.float32), ranks=2)
+        return found
+
+    for found in together(own, work):
+        np.testing.assert_array_equal(found, np.full((1, 4), 2))
 
 
 def test_a_rank_that_fails_fails_all_at_once() -> None:

@@ -121,30 +121,32 @@ def test_the_end_of_a_rank_is_told_of_by_those_who_saw_it(
         assert "rank 1 of 3 to take part, got the end of its process" in str(found[rank])
 
 
-class Broken:
-    """Carries nothing."""
+class Carrier:
+    """Carries zeros after `waits` waits, or raises an error."""
 
-    def __init__(self, error: BaseException) -> None:
-        self.error = error
+    def __init__(self, error: BaseException | None, waits: int = 5) -> None:
+        self.error, self.waits = error, waits
 
     def start(self, parts: Sequence[Any]) -> None:
-        raise self.error
+        if self.error is not None:
+            raise self.error
 
     def wait(self, seconds: float) -> bool:
-        raise AssertionError
+        self.waits -= 1
+        return self.waits < 0
 
     def close(self) -> None:
         pass
 
 
 @pytest.fixture
-def alone() -> Iterator[Callable[[BaseException], Group]]:
-    """`alone(error)`: rank 0 of two, whose pieces nothing carries; the other says nothing."""
+def alone() -> Iterator[Callable[[BaseException | None], Group]]:
+    """`alone(error)`: rank 0 of two, with a Carrier; the other rank says nothing."""
     near, far = socket.socketpair()
 
-    def enter(error: BaseException) -> Group:
+    def enter(error: BaseException | None) -> Group:
         memory = np.zeros(shared_bytes(2), np.uint8)
-        group = Group(memory, 0, 2, [-1, near.detach()], 30.0, Broken(error))
+        group = Group(memory, 0, 2, [-1, near.detach()], 30.0, Carrier(error))
         group.enter()
         return group
 
@@ -152,7 +154,15 @@ def alone() -> Iterator[Callable[[BaseException], Group]]:
         yield enter
 
 
-def test_what_carries_pieces_fails(alone: Callable[[BaseException], Group]) -> None:
+@pytest.mark.parametrize("timeout_ms", [2**63 // 10**6, 2**63 - 1])
+def test_the_longest_timeouts_wait(
+    timeout_ms: int, alone: Callable[[BaseException | None], Group]
+) -> None:
+    alone(None)._group.timeout_ms = timeout_ms
+    assert native.run(ALL_REDUCE, np.ones((1, 4), np.float32), ranks=2).tolist() == [[1] * 4]
+
+
+def test_what_carries_pieces_fails(alone: Callable[[BaseException | None], Group]) -> None:
     group = alone(RuntimeError("no route to host"))
     with pytest.raises(KernelError, match="rank 0 of 2 to reach all others, got a failure of what"):
         reduced(0, 2)
@@ -164,7 +174,7 @@ def test_what_carries_pieces_fails(alone: Callable[[BaseException], Group]) -> N
 
 
 def test_an_interrupt_in_a_collective_is_not_lost(
-    alone: Callable[[BaseException], Group],
+    alone: Callable[[BaseException | None], Group],
 ) -> None:
     group = alone(KeyboardInterrupt())
     with pytest.raises(KernelError):

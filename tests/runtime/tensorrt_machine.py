@@ -16,7 +16,7 @@ pytest.importorskip("onnx", reason="the fake runtime evaluates ONNX graphs")
 
 import kvgraph
 from kvgraph import SamplingParams
-from kvgraph.contract.hashes import hash_file
+from kvgraph.contract.hashes import hash_files
 from kvgraph.contract.manifest import (
     EngineInfo,
     Manifest,
@@ -108,7 +108,8 @@ def as_tensorrt(
             target=target,
             inputs=moved(manifest.inputs),
             outputs=moved(manifest.outputs),
-            files=manifest.files | {"model.engine": hash_file(folder / "model.engine")},
+            files=manifest.files
+            | {"model.engine": hash_files(folder, ["model.engine"])["model.engine"]},
             engine=dataclasses.replace(info, **(engine or {})),
         ),
     )

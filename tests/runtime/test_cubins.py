@@ -29,7 +29,7 @@ import kvgraph
 from kvgraph.errors import KVGraphError
 from kvgraph.kernels import launch, variants
 from kvgraph.kernels.launch import Sizes
-from kvgraph.kernels.shapes import AttentionShape, CacheShape, Rope
+from kvgraph.kernels.shapes import AttentionShape, PoolShape, Rope
 from kvgraph.runtime.sessions.cubins import Cubins
 folder = Path(sys.argv[1])
 def said(function, *arguments):
@@ -136,7 +136,7 @@ def test_a_step_launches_what_the_plan_says(
     """Grid, block and the values of a decode step; the last two pointers are null."""
     code = """
 cubins = Cubins(folder / "kernels")
-cache = CacheShape.of(kvgraph.load(folder).params(), "bfloat16")
+cache = PoolShape.of(kvgraph.load(folder).params(), "bfloat16")
 rope = Rope(cache.head_dim, False)
 shape = AttentionShape(cache, HEADS, cache.head_dim**-0.5, rope=rope)
 cubins.require(variants.attention_variants(shape, "sm_90"))

@@ -18,9 +18,8 @@ import kvgraph
 from kvgraph import BatchCharacteristics, TextContext
 from kvgraph.errors import CapacityError, DeviceLostError, KernelError
 from kvgraph.runtime.buckets import LEAST_CONTEXT, batch_sizes
-from kvgraph.runtime.sessions import cuda
+from kvgraph.runtime.sessions import captured
 from kvgraph.runtime.sessions.cuda_driver import CudaDevice, _free
-from kvgraph.runtime.sessions.tensorrt import session as tensorrt_session
 from kvgraph.runtime.sessions.tensorrt.engine import LoadedEngine
 from tests.runtime.drive import inputs_of, prefill
 from tests.runtime.fake_cuda import CUresult, FakeDriver, install
@@ -274,7 +273,7 @@ def decode_once(session: Any, manager: Any, longest: int = 1) -> None:
 def test_the_graph_that_was_replayed_last_stays_longest(
     gpu: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tensorrt_session, "MAX_GRAPHS", 2)
+    monkeypatch.setattr(captured, "MAX_CAPTURED", 2)
     session = gpu.artifact().session()
     manager = manager_of(session)
     captures = []
@@ -287,4 +286,4 @@ def test_the_graph_that_was_replayed_last_stays_longest(
 def test_more_graphs_are_kept_than_an_engine_has_sizes() -> None:
     lengths = [1 << n for n in range(18) if 1 << n >= LEAST_CONTEXT]
     sizes = len(batch_sizes(256)) * len(lengths)
-    assert sizes <= min(tensorrt_session.MAX_GRAPHS, cuda.MAX_CAPTURED)
+    assert sizes <= captured.MAX_CAPTURED

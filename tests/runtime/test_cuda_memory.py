@@ -22,7 +22,8 @@ from kvgraph.contract.dims import TensorType  # noqa: E402
 from kvgraph.contract.inputs import Buffer  # noqa: E402
 from kvgraph.errors import CapacityError, DeviceLostError, KernelError  # noqa: E402
 from kvgraph.kv.tiers.open import _host_store  # noqa: E402
-from kvgraph.runtime.sessions import cuda  # noqa: E402
+from kvgraph.runtime.sessions import captured, cuda  # noqa: E402
+from kvgraph.runtime.sessions.captured import CapturedSteps  # noqa: E402
 from kvgraph.runtime.sessions.cuda import CudaSession  # noqa: E402
 from kvgraph.runtime.sessions.cuda_pages import PAGE, PageCopies  # noqa: E402
 
@@ -61,7 +62,7 @@ class OneSession(CudaSession):
         self._program = lambda a, b, rows: [(a + b)[:1].expand(len(rows), 1)]  # type: ignore[assignment]
         self.artifact = types.SimpleNamespace(ranks=ranks)  # type: ignore[assignment]
         self._pages = PageCopies(CPU)
-        self._on_host, self._captured, self._records = [False, True, False], {}, True
+        self._on_host, self._captured, self._records = [False, True, False], CapturedSteps(), True
         self._vocab, self._captured_logits = 1, torch.empty(0)
         self._logits = itertools.cycle([cuda._Logits(CPU, ranks)])
 
@@ -259,7 +260,7 @@ def test_ranks_run_the_same_number_of_collectives() -> None:
 
 
 def test_the_graph_that_was_replayed_last_stays_longest(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda, "MAX_CAPTURED", 2)
+    monkeypatch.setattr(captured, "MAX_CAPTURED", 2)
     session, token = OneSession(), torch.tensor([10])
     counts = []
     for bound in (1, 2, 1, 3, 1, 2):

@@ -19,7 +19,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from kvgraph.contract.hashes import hash_file
+from kvgraph.contract.hashes import hash_files
 from kvgraph.contract.plain import to_json
 
 Compiled = Callable[..., Path]
@@ -62,7 +62,7 @@ def rehash(folder: Path) -> None:
     fields = json.loads(path.read_text())
     del fields["sha256"]
     for name in fields["files"]:
-        entry = hash_file(folder / name)
+        entry = hash_files(folder, [name])[name]
         fields["files"][name] = {"size": entry.size, "chunks": entry.chunks}
     fields["sha256"] = hashlib.sha256(to_json(fields)).hexdigest()
     path.write_bytes(to_json(fields))

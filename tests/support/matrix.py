@@ -27,7 +27,7 @@ from kvgraph.compiler.targets.cuda import save_kernels
 from kvgraph.contract.dtypes import DTYPES
 from kvgraph.kernels import aot, launch, variants
 from kvgraph.kernels.run import run as run_by_triton
-from kvgraph.kernels.shapes import AttentionShape, CacheShape, Rope
+from kvgraph.kernels.shapes import AttentionShape, PoolShape, Rope
 from kvgraph.kernels.trials import Trial
 from kvgraph.kernels.variants import Variant
 from kvgraph.runtime.sessions.cuda_gpu import CudaGpu
@@ -47,12 +47,12 @@ ROWS = (
 )
 """dtype, width, residual, weight_offset and round_first of norms; gates have the first two."""
 
-FAR = AttentionShape(CacheShape("bfloat16", "bfloat16", 8, 128, 128, 1), 8, 0.1)
+FAR = AttentionShape(PoolShape("bfloat16", "bfloat16", 8, 128, 128, 1), 8, 0.1)
 """Of `check_far_pages`."""
 
 
 def shape_of(case: Case) -> AttentionShape:
-    cache = CacheShape(
+    cache = PoolShape(
         case.dtype,
         case.pool_dtype,
         case.kv_heads,

@@ -78,8 +78,17 @@ def result_of(verdict: Verdict) -> str:
     """What is kept of a verdict: the result, and of a refusal which reason it is."""
     if verdict.result != "refused":
         return verdict.result
-    reason = Reason.of(verdict.why)
+    reason = reason_of(verdict.why)
     return f"refused: {reason.name if reason else verdict.why}"
+
+
+def reason_of(sentence: str) -> Reason | None:
+    """The reason that `sentence` ends with; None if it ends with none."""
+    for reason in Reason:
+        words = re.split(r"\{\w+\}", reason.value)
+        if re.search(".+".join(map(re.escape, words)) + "$", sentence):
+            return reason
+    return None
 
 
 def _listed(names: list[str]) -> str:
@@ -90,7 +99,7 @@ def _reasons(found: Mapping[str, Verdict]) -> list[str]:
     """A row for each reason that refuses a model, in the order in which they are looked for."""
     models: dict[Reason, list[str]] = {}
     for name, verdict in found.items():
-        reason = Reason.of(verdict.why)
+        reason = reason_of(verdict.why)
         if verdict.result == "refused" and reason is not None:
             models.setdefault(reason, []).append(name)
     return [f"| {_plain(r)} | {_listed(models[r])} |" for r in Reason if r in models]

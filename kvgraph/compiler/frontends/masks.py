@@ -164,9 +164,7 @@ def _read(mask_function: Callable[..., torch.Tensor], length: int) -> AskedMask:
         chunk_QK = (distance_QK >= 0) & (key_K >= (query_Q - query_Q % size)[:, None])
         if bool((seen_QK == chunk_QK).all()):
             return AskedMask(size, chunked=True)
-    raise UnsupportedError(
-        f"its mask is neither causal, nor a sliding window, nor chunks ({_name(mask_function)})"
-    )
+    raise UnsupportedError(Reason.OTHER_MASK.said(name=_name(mask_function)))
 
 
 def _first_without(mask_function: Callable[..., torch.Tensor], length: int) -> int:

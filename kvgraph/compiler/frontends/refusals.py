@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from enum import Enum
 
 PROVEN = ("llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3_text", "gpt_oss")
@@ -36,15 +35,6 @@ class Reason(Enum):
 
     def said(self, **words: object) -> str:
         return self.value.format(**words)
-
-    @classmethod
-    def of(cls, sentence: str) -> Reason | None:
-        """The reason that `sentence` ends with; None if it ends with none."""
-        for reason in cls:
-            words = re.split(r"\{\w+\}", reason.value)
-            if re.search(".+".join(map(re.escape, words)) + "$", sentence):
-                return reason
-        return None
 
 
 def unsupported(kind: str, why: str) -> str:

@@ -23,6 +23,7 @@ from kvgraph.compiler.frontends.conversion import language_part, of_parameters
 from kvgraph.compiler.frontends.folder import Config, quantization
 from kvgraph.compiler.frontends.left_over import incomplete, left_over
 from kvgraph.compiler.frontends.refusals import first_line
+from kvgraph.compiler.frontends.stored import HEAD, TABLE
 from kvgraph.compiler.quantized import gguf, weights_of
 from kvgraph.compiler.values import Cast, Values
 from kvgraph.contract.dtypes import ACTIVATIONS
@@ -32,8 +33,6 @@ from kvgraph.signal_handlers import reraise_if_signalled
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
-
-TABLE, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 WEIGHTS = [getattr(torch, name) for name in (*ACTIVATIONS, "float64")]
 """dtypes in which a checkpoint may store a plain weight."""

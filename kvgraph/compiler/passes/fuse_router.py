@@ -76,7 +76,7 @@ class _Router:
         self.bias: Node | None = None
         chosen = self._before_division(self._before_scale(weights))
         if chosen.target in SOFTMAXES:
-            _require_last_dim(chosen, 1)
+            _require_last_dim(chosen)
             self.topk = _topk_of(chosen.args[0], 0)
             kinds = (torch.float32, value(any_node(chosen.args[0], "logits")).dtype)
             expect(value(chosen).dtype in kinds, "expected a softmax of logits as they are")
@@ -85,7 +85,7 @@ class _Router:
         else:
             is_gathered = chosen.target in GATHER
             if is_gathered:
-                _require_last_dim(chosen, 1)
+                _require_last_dim(chosen)
             self.topk = _topk_of(chosen.args[2] if is_gathered else chosen, int(is_gathered))
             scores = any_node(chosen.args[0], "scores") if is_gathered else None
             self.logits = self._scored(self._before_bias(self._all_groups(scores), scores))
@@ -158,7 +158,7 @@ class _Router:
     def _scored(self, scores: Node) -> Node:
         node_of(scores, SOFTMAXES + SIGMOIDS, "softmax or sigmoid")
         if scores.target in SOFTMAXES:
-            _require_last_dim(scores, 1)
+            _require_last_dim(scores)
         expect(value(scores).dtype == torch.float32, "expected a choice among scores in float32")
         self.attributes["scores"] = SOFTMAX if scores.target in SOFTMAXES else SIGMOID
         return _narrow(any_node(scores.args[0], "logits"))
@@ -274,9 +274,9 @@ def _marks(given: object) -> Node:
     return any_node(cast_to.args[0], "marks")
 
 
-def _require_last_dim(node: Node, argument: int) -> None:
+def _require_last_dim(node: Node) -> None:
     last = value(node).dim() - 1
-    expect(node.args[argument] in (-1, last), f"expected experts in the last dim of {node.name}")
+    expect(node.args[1] in (-1, last), f"expected experts in the last dim of {node.name}")
 
 
 def _topk_of(given: object, result: int) -> Node:

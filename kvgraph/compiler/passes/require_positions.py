@@ -9,6 +9,7 @@ from torch.export import ExportedProgram
 from torch.fx import Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
+from kvgraph.compiler.frontends.refusals import Reason
 from kvgraph.compiler.passes.operands import value
 from kvgraph.compiler.passes.token_functions import ELEMENTWISE, LAYOUT, packet
 from kvgraph.compiler.sources import place
@@ -40,7 +41,7 @@ def require_positions(program: ExportedProgram, signature: GraphSignature) -> No
         if any(map(_computes, numbers)):
             raise UnsupportedError(
                 f"positions: expected those of cache_lengths, got numbers of {place(node)}: "
-                "its code numbers the tokens of a step from 0, whatever their rows"
+                f"{Reason.NUMBERED.said()}"
             )
 
 

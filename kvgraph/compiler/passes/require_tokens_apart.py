@@ -26,7 +26,7 @@ from kvgraph.compiler.passes.labels import LONG_STEP, TOKENS, everything, nothin
 from kvgraph.compiler.passes.token_labels import TokenLabels
 from kvgraph.compiler.passes.writes import base_of, writes_are_plain, written_by
 from kvgraph.compiler.sources import place
-from kvgraph.contract.dims import NUM_LOGITS, NUM_PAGE_SLOTS, TOTAL_SEQ_LEN
+from kvgraph.contract.dims import NUM_LOGITS, NUM_PAGE_SLOTS, TOTAL_SEQ_LEN, split_dim
 from kvgraph.contract.params import KVCacheStrategy
 from kvgraph.contract.signature import GraphSignature
 from kvgraph.errors import UnsupportedError
@@ -112,7 +112,7 @@ class _Follower:
         count: object = None
         for node, symbol in zip(given, signature.inputs, strict=True):
             for extent, dim in zip(node.meta["val"].shape, symbol.shape, strict=True):
-                if isinstance(dim, str) and " + " not in dim:
+                if isinstance(dim, str) and not split_dim(dim)[1]:
                     extents[extent.node.expr] = sizes.get(dim, others)
                     count = extent.node.expr if dim == TOTAL_SEQ_LEN else count
         self._labels = TokenLabels(extents, count, others)

@@ -35,7 +35,7 @@ from kvgraph.kernels.aot import Compiled
 from kvgraph.kernels.experts_plan import ExpertsShape, experts_variants
 from kvgraph.kernels.linear_plan import LinearShape, linear_variants
 from kvgraph.kernels.route_plan import RouteShape, route_variant
-from kvgraph.kernels.shapes import AttentionShape, CacheShape, check_arch
+from kvgraph.kernels.shapes import AttentionShape, PoolShape, check_arch
 from kvgraph.kernels.variants import (
     Variant,
     increment_variant,
@@ -62,7 +62,7 @@ LOCAL_META = ("stack_trace", "nn_module_stack", "source_fn_stack", "torch_fn", "
 def require_kernels(plan: CachePlan, archs: Sequence[str]) -> None:
     """Raise UnsupportedError if no kernel supports the cache; runs before the model is traced."""
     for leaf in plan.params.leaves.values():
-        shape = CacheShape.of(leaf, leaf.dtype)
+        shape = PoolShape.of(leaf, leaf.dtype)
         shape.check()
         for arch in archs:
             check_arch(shape, arch)

@@ -17,26 +17,25 @@ rows with changed pages are copied.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
 
+from kvgraph.contract.abilities import Upload
 from kvgraph.contract.devices import HOST
-from kvgraph.contract.dims import TensorType, ceildiv
+from kvgraph.contract.dims import ceildiv
+from kvgraph.contract.host_memory import host_zeros
 from kvgraph.contract.inputs import BatchCharacteristics, Buffer, RaggedKVCacheInputs
 from kvgraph.contract.values import require_integer, shown
 from kvgraph.errors import CapacityError, RequestError
 from kvgraph.kv.pool.identity import PoolSettings
-from kvgraph.kv.pool.leaf import Leaf, host_array
+from kvgraph.kv.pool.leaf import Leaf
 from kvgraph.kv.pool.rows import Phase, Row, row_of
 from kvgraph.kv.requests import MAX_STEPS, RequestID, TextContext, require_context
 
 Extents = tuple[list[int], int, int, int, int]
 """Measures of a batch: cache lengths, longest new run, longest context, table width, steps."""
-
-Upload = Callable[[TensorType, npt.NDArray[np.int32], int], Buffer]
-"""Function (symbol, values, most elements ever) -> the device's copy, always at one address."""
 
 
 class BatchRows:
@@ -254,10 +253,12 @@ class IndexTensors:
         self._leaves = leaves
         self._upload = upload
         symbols = leaves[0].symbols[0]
-        self._lengths = host_array(symbols.cache_lengths, (max_rows,))
+        self._lengths = host_zeros(symbols.cache_lengths.name, (max_rows,), "int32")
         self._max_lengths = np.empty((MAX_STEPS, 2), np.int32)  # memory only where it is used
         self._tables = [
-            host_array(leaf.symbols[0].lookup_table, (max_rows, leaf.max_width)).reshape(-1)
+            host_zeros(
+                leaf.symbols[0].lookup_table.name, (max_rows, leaf.max_width), "int32"
+            ).reshape(-1)
             for leaf in leaves
         ]
         self._shape = (-1, -1, -1)

@@ -9,17 +9,18 @@ from math import prod
 import numpy as np
 import numpy.typing as npt
 
+from kvgraph.contract.abilities import ChecksParams
 from kvgraph.contract.devices import Device
-from kvgraph.contract.dims import Array, TensorType, ceildiv
+from kvgraph.contract.dims import TensorType, ceildiv
 from kvgraph.contract.dtypes import DTYPES
+from kvgraph.contract.host_memory import host_zeros
 from kvgraph.contract.inputs import Buffer, SessionInterface
 from kvgraph.contract.params import KVCacheParamInterface, KVCacheParams
-from kvgraph.contract.sizes import size_text
 from kvgraph.contract.symbols import (
     ContinuousBatchingKVCacheInputSymbols,
     PagedCacheInputSymbols,
 )
-from kvgraph.errors import BindingError, CapacityError, DeviceError
+from kvgraph.errors import BindingError, DeviceError
 from kvgraph.kv.pool.pages import PagePool
 from kvgraph.kv.pool.rows import Row
 
@@ -86,7 +87,7 @@ class Leaf:
         self.table = wider
 
     def _empty_table(self, rows: int, width: int) -> npt.NDArray[np.int32]:
-        table = host_array(self.symbols[0].lookup_table, (rows, width))
+        table = host_zeros(self.symbols[0].lookup_table.name, (rows, width), "int32")
         table.fill(self.null)
         return table
 
@@ -131,9 +132,8 @@ def require_params(session: SessionInterface | None, params: KVCacheParamInterfa
 
     Raise UnsupportedError for a cache that no kernel supports.
     """
-    check = getattr(session, "require_params", None)
-    if check is not None:
-        check(params)
+    if isinstance(session, ChecksParams):
+        session.require_params(params)
     for leaf in params.leaves.values():
         leaf.require_kernels()
 
@@ -162,24 +162,8 @@ def _host_buffer(symbol: TensorType, shape: tuple[int, ...], device: Device) -> 
     device.require_memory(symbol.name, nbytes)
     if device.kind != "cpu":
         raise DeviceError(f"session: expected one that owns memory on {device}, got None")
-    return Buffer(symbol.dtype, shape, symbol.device, host_array(symbol, shape))
-
-
-def host_array(symbol: TensorType, shape: tuple[int, ...]) -> Array:
-    """Lazily zeroed host memory for `symbol`; CapacityError if the system refuses it."""
-    try:
-        return np.zeros(shape, DTYPES[symbol.dtype].numpy)
-    except (MemoryError, ValueError) as error:  # larger than the memory or the address space
-        raise too_little(symbol, shape) from error
-
-
-def too_little(symbol: TensorType, shape: tuple[int, ...]) -> CapacityError:
-    """The CapacityError for host memory that the system refuses."""
-    nbytes = prod(shape) * DTYPES[symbol.dtype].numpy.itemsize
-    return CapacityError(
-        f"{symbol.name}: expected {size_text(nbytes)} of host memory for {list(shape)}, "
-        "which the system refused; use fewer pages, or fewer or shorter rows"
-    )
+    memory = host_zeros(symbol.name, shape, symbol.dtype)
+    return Buffer(symbol.dtype, shape, symbol.device, memory)
 
 
 def table_width(

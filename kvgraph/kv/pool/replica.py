@@ -10,9 +10,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from kvgraph.contract.abilities import Upload
 from kvgraph.errors import CapacityError
 from kvgraph.kv.metrics import KVCacheMetrics
-from kvgraph.kv.pool.batch import ReplicaBatch, Upload
+from kvgraph.kv.pool.batch import ReplicaBatch
 from kvgraph.kv.pool.identity import PoolSettings, chain
 from kvgraph.kv.pool.journal import Event, PagesCleared, PageStored
 from kvgraph.kv.pool.leaf import Leaf

@@ -6,38 +6,14 @@ A row is the bytes of one page of one buffer: `[nbytes of buffer[page]]`, uint8,
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
 
+from kvgraph.contract.abilities import PageCopier, Rows
 from kvgraph.contract.dims import Array
 from kvgraph.contract.inputs import Buffer
 from kvgraph.errors import DeviceError
-
-Rows = Sequence[npt.NDArray[np.uint8]]
-
-
-@runtime_checkable
-class PageCopier(Protocol):
-    """Methods that a session with device memory adds. Worker threads call them.
-
-    Both copies return when the bytes are at their destination. They may run during a step: no step
-    writes a page that is copied out, or reads a page that is copied in. `pages[i]` belongs to
-    `rows[i]`; a row is in memory of `pinned_host_bytes` and does not move during the call.
-    """
-
-    def copy_pages_out(self, buffer: Buffer, pages: Sequence[int], rows: Rows) -> None:
-        """`rows[i] = bytes of buffer[pages[i]]`, after all steps that ran before the call."""
-
-    def copy_pages_in(self, buffer: Buffer, pages: Sequence[int], rows: Rows) -> None:
-        """`buffer[pages[i]] = rows[i]`, before all steps that run after the call returned."""
-
-    def pinned_host_bytes(self, nbytes: int) -> npt.NDArray[np.uint8]:
-        """Allocate host memory `[nbytes]` that the device copies from and to at full speed.
-
-        CapacityError or MemoryError if the system refuses it.
-        """
 
 
 class HostCopier:

@@ -9,10 +9,11 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
+from kvgraph.contract.abilities import PageCopier
 from kvgraph.contract.dtypes import itemsize
 from kvgraph.contract.inputs import Buffer
 from kvgraph.kv.pool.leaf import Leaf
-from kvgraph.kv.tiers.copies import PageCopier, copier_of
+from kvgraph.kv.tiers.copies import copier_of
 
 Records = Sequence[npt.NDArray[np.uint8]]
 

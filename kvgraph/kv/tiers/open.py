@@ -6,9 +6,9 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from hashlib import sha256
 
+from kvgraph.contract.abilities import PageCopier
 from kvgraph.contract.sizes import size_text
 from kvgraph.errors import CapacityError, StoreError
-from kvgraph.kv.tiers.copies import PageCopier
 from kvgraph.kv.tiers.host import HostStore
 from kvgraph.kv.tiers.leaf_pools import LeafPools
 from kvgraph.kv.tiers.store import PageStore

@@ -22,11 +22,13 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, TypeVar
 
+from kvgraph.contract.host_memory import host_zeros
 from kvgraph.contract.threads import threads_needed
 from kvgraph.errors import MissingDependencyError, RankError
 from kvgraph.ops.group import Gather, Group, shared_bytes
 from kvgraph.runtime.native_calls import native_call
 from kvgraph.runtime.ranks.connections import (
+    RETRY_SECONDS,
     STORE_HINT,
     Connections,
     close_all,
@@ -40,14 +42,11 @@ from kvgraph.runtime.ranks.connections import (
 from kvgraph.runtime.ranks.launched import Launched
 from kvgraph.runtime.ranks.meeting import Facts, require_equal
 from kvgraph.runtime.ranks.wire import Wire, require_linux
-from kvgraph.runtime.sessions.base import host_zeros
 
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
 
 Made = TypeVar("Made")
-
-RETRY_SECONDS = 0.05
 
 MEETING = "kvgraph-meeting"
 """Name of the threads of `_in_thread`."""
@@ -106,7 +105,7 @@ def _meet(own: Launched, facts: Facts, timeout: float) -> tuple[Group, list[Wire
         close_all(lifelines)
         close_all(steps)
         raise
-    memory = host_zeros((shared_bytes(own.size),), "uint8")
+    memory = host_zeros("collectives", (shared_bytes(own.size),), "uint8")
     exits = [lifelines[rank].detach() if rank in lifelines else -1 for rank in range(own.size)]
     wires = [Wire(steps[rank], rank) for rank in sorted(steps)]
     for wire in wires:

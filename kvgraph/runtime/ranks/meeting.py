@@ -18,10 +18,10 @@ from hashlib import sha256
 
 from kvgraph.errors import RankError
 from kvgraph.ops.group import Group, is_readable, shared_bytes
+from kvgraph.runtime.ranks.connections import RETRY_SECONDS
 from kvgraph.runtime.ranks.launched import Launched
 from kvgraph.runtime.ranks.wire import Wire, mapped, require_linux, shared_file
 
-RETRY_SECONDS = 0.05
 HELLO_SECONDS = 2.0
 """Time in which a connected process must send its rank."""
 PARTING_SECONDS = 2.0

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from kvgraph.contract.devices import Target
+from kvgraph.contract.host_memory import host_zeros
 from kvgraph.contract.plain import to_json, to_plain
 from kvgraph.contract.threads import threads_needed
 from kvgraph.errors import RankError, RequestError, UnsupportedError
@@ -20,7 +21,7 @@ from kvgraph.runtime.ranks.follower import Follower
 from kvgraph.runtime.ranks.launched import Launched, launched
 from kvgraph.runtime.ranks.leader import LeaderSession, end_ranks
 from kvgraph.runtime.ranks.wire import Wire
-from kvgraph.runtime.sessions.base import Session, host_zeros
+from kvgraph.runtime.sessions.base import Session
 
 COLLECTIVE_TIMEOUT = 60.0
 """Default time for which a rank waits for another one."""
@@ -115,7 +116,7 @@ def _in_threads(
     artifact: ArtifactFolder, make: Make, num_threads: int | None, timeout: float
 ) -> LeaderSession:
     size, threads = artifact.ranks, _threads(artifact, num_threads)
-    memory = host_zeros((shared_bytes(size),), "uint8")
+    memory = host_zeros("collectives", (shared_bytes(size),), "uint8")
     groups = [Group(memory, rank, size, [-1] * size, timeout) for rank in range(size)]
     wires: list[Wire] = []
     running: list[threading.Thread] = []

@@ -18,7 +18,7 @@ def create(artifact: ArtifactFolder, kind: str | None, num_threads: int | None) 
     manifest = artifact.manifest
     backend, target = find_backend(manifest.backend), Target.parse(manifest.target).kind
     runners = backend.targets[target].sessions if target in backend.targets else ()
-    runner = next((each for each in runners if kind in (None, "", each.name)), None)
+    runner = next((each for each in runners if kind in (None, each.name)), None)
     if runner is None:
         raise UnsupportedError(
             f"session: expected one of {[each.name for each in runners]} for an artifact of "

@@ -15,19 +15,15 @@ import numpy as np
 import numpy.typing as npt
 
 from kvgraph.contract.dims import Array, TensorType
-from kvgraph.contract.dtypes import DTYPES
+from kvgraph.contract.host_memory import host_zeros
 from kvgraph.contract.inputs import Buffer, KVCacheInputs, ModelInputs
 from kvgraph.contract.params import KVCacheParamInterface, KVCacheStrategy
 from kvgraph.contract.signature import LOGITS_INDICES, OWN_INPUTS, Typed
 from kvgraph.errors import ArtifactError, BindingError
 from kvgraph.kv.memory import DEFAULT_BATCH_TOKENS
-from kvgraph.kv.pool.leaf import too_little
 from kvgraph.runtime.folder import ArtifactFolder
 from kvgraph.runtime.native_calls import RUNNING, Ending, refuse
 from kvgraph.runtime.turns import Turns
-
-ALIGNMENT = 64
-"""Bytes: a cache line, and the widest vector load."""
 
 
 class Session(ABC):
@@ -82,10 +78,8 @@ class Session(ABC):
         """
         self._require_known(symbol)
         shape = symbol.extents(sizes)
-        try:
-            return Buffer(symbol.dtype, shape, symbol.device, host_zeros(shape, symbol.dtype))
-        except (MemoryError, ValueError) as error:
-            raise too_little(symbol, shape) from error
+        memory = host_zeros(symbol.name, shape, symbol.dtype)
+        return Buffer(symbol.dtype, shape, symbol.device, memory)
 
     def require_ranks(self) -> None:  # noqa: B027  # most sessions have no other ranks
         """Raise RankError if a rank has ended, so that no step can run. Call it between steps."""
@@ -108,7 +102,7 @@ class Session(ABC):
         if expected != symbol:
             raise BindingError(
                 f"{symbol.name}: expected {expected or 'no such input'} from the artifact, "
-                f"got {symbol or 'no such input'}"
+                f"got {symbol}"
             )
 
     def require_params(self, params: KVCacheParamInterface) -> None:
@@ -279,15 +273,6 @@ class MappedFile:
                 f"{self._path}: expected the file as the session opened it, got one that was "
                 "written to; start again, and replace artifacts by rename"
             )
-
-
-def host_zeros(shape: tuple[int, ...], dtype: str) -> Array:
-    """Zeroed host memory, aligned to ALIGNMENT bytes; the system provides pages on first touch."""
-    kind = DTYPES[dtype].numpy
-    nbytes = int(np.prod(shape, dtype=np.int64)) * kind.itemsize
-    raw = np.zeros(nbytes + ALIGNMENT, np.uint8)
-    start = -raw.ctypes.data % ALIGNMENT
-    return raw[start : start + nbytes].view(kind).reshape(shape)
 
 
 def _require_within(name: str, array: Array, end: int) -> None:

@@ -18,17 +18,17 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from kvgraph.contract.abilities import Rows, Upload
 from kvgraph.contract.dims import TensorType
 from kvgraph.contract.inputs import Buffer
 from kvgraph.contract.signature import LOGITS_INDICES
 from kvgraph.errors import CapacityError, KernelError
 from kvgraph.kernels import launch, variants
-from kvgraph.kv.pool.batch import Upload
-from kvgraph.kv.tiers.copies import Rows
 from kvgraph.ops.torch_arrays import tensor_over
 from kvgraph.runtime.folder import ArtifactFolder
 from kvgraph.runtime.sessions import nccl
 from kvgraph.runtime.sessions.base import Session
+from kvgraph.runtime.sessions.captured import CapturedSteps
 from kvgraph.runtime.sessions.cuda_errors import told_by_torch
 from kvgraph.runtime.sessions.cuda_pages import PageCopies
 from kvgraph.runtime.sessions.launches import Gpu
@@ -36,9 +36,6 @@ from kvgraph.runtime.sessions.program import load_program
 
 LEAST_CAPACITY = 1 << 13
 """Elements of an index tensor's first memory: a decode step's tokens never outgrow it."""
-
-MAX_CAPTURED = 256
-"""Most captured graphs; the least recently used one is dropped first."""
 
 
 class CudaSession(Session):
@@ -63,7 +60,7 @@ class CudaSession(Session):
         self._pages = PageCopies(gpu.device)
         self._on_host = [symbol.device.kind == "host" for symbol in self.signature.inputs]
         self._logits = itertools.cycle(_Logits(gpu.device, artifact.ranks) for _ in range(2))
-        self._captured: dict[tuple[object, ...], Callable[[], torch.Tensor]] = {}
+        self._captured = CapturedSteps[Callable[[], torch.Tensor]]()
         self._records = True  # whether new steps may be captured
         self._captured_logits = torch.empty(0)  # output of all graphs
         # Separate uploaders: a long prompt that needs more memory must not move graphs' inputs.
@@ -186,15 +183,15 @@ class CudaSession(Session):
     def _replay(self, tensors: list[torch.Tensor]) -> torch.Tensor:
         host = self._on_host
         key = tuple(_seen(t, on_host) for t, on_host in zip(tensors, host, strict=True))
-        step = self._captured.pop(key, None)
+        step = self._captured.used(key)
         if step is None and self._records:
-            if len(self._captured) >= MAX_CAPTURED:
-                del self._captured[next(iter(self._captured))]
+            self._captured.make_room()
             step = self._capture(tensors)
+            if step is not None:
+                self._captured[key] = step
         if step is None:
             logits: torch.Tensor = self._program(*tensors)[0]
             return logits
-        self._captured[key] = step  # most recently used
         return step()
 
     def _capture(self, tensors: list[torch.Tensor]) -> Callable[[], torch.Tensor] | None:

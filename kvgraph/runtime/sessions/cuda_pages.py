@@ -10,10 +10,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from kvgraph.contract.abilities import Rows
 from kvgraph.contract.inputs import Buffer
 from kvgraph.contract.sizes import size_text
 from kvgraph.errors import CapacityError
-from kvgraph.kv.tiers.copies import Rows
 
 PAGE = 4096
 """Page size of the host in bytes; locked ranges begin and end at a multiple."""

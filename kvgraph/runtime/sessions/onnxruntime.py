@@ -49,6 +49,7 @@ import numpy.typing as npt
 from kvgraph.contract.dims import Array, TensorType
 from kvgraph.contract.dtypes import ALL, DTYPES
 from kvgraph.contract.files import require_utf8
+from kvgraph.contract.host_memory import host_zeros
 from kvgraph.contract.loading import next_step, unimportable, with_step
 from kvgraph.contract.signature import LOGITS_INDICES, GraphSignature, output_name
 from kvgraph.errors import (
@@ -63,7 +64,7 @@ from kvgraph.ops import native
 from kvgraph.runtime.folder import ArtifactFolder
 from kvgraph.runtime.machine import default_threads
 from kvgraph.runtime.native_calls import native_call
-from kvgraph.runtime.sessions.base import Session, host_zeros
+from kvgraph.runtime.sessions.base import Session
 from kvgraph.runtime.sessions.opening import Found, require_bindings
 from kvgraph.signal_handlers import reraise_if_signalled
 
@@ -187,7 +188,7 @@ class _Logits:
         self._turn = turn = 1 - self._turn
         if rows > len(self._buffers[turn][0]):
             # Twice the rows: memory that is never touched costs nothing.
-            grown = host_zeros((2 * rows, self._vocab), "float32")
+            grown = host_zeros("logits", (2 * rows, self._vocab), "float32")
             self._buffers[turn] = (grown, grown.ctypes.data)
         logits, address = self._buffers[turn]
         shape = (rows, self._vocab)

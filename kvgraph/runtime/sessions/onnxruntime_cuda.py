@@ -17,7 +17,7 @@ host of our own (tests/plugins). `pytest -m cuda` runs it for real.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -26,19 +26,16 @@ import numpy.typing as npt
 
 from kvgraph.contract.dims import Array, TensorType
 from kvgraph.contract.dtypes import DTYPES
-from kvgraph.contract.inputs import Buffer
 from kvgraph.contract.signature import LOGITS_INDICES, output_name
 from kvgraph.errors import (
     ArtifactError,
-    BindingError,
-    CapacityError,
     DeviceError,
 )
 from kvgraph.runtime.folder import ArtifactFolder
-from kvgraph.runtime.sessions.base import Session
-from kvgraph.runtime.sessions.cuda_driver import CudaDevice, DeviceArray
+from kvgraph.runtime.sessions.cuda_driver import CudaDevice
 from kvgraph.runtime.sessions.cuda_errors import opening_error, step_error
 from kvgraph.runtime.sessions.device_arrays import IndexTensor, Logits
+from kvgraph.runtime.sessions.driver_session import DriverSession
 from kvgraph.runtime.sessions.onnxruntime import (
     import_onnxruntime,
     last_sentence,
@@ -56,15 +53,13 @@ PROVIDER = "CUDAExecutionProvider"
 INSTALL = "pip install 'kvgraph[onnx-gpu]'"
 
 
-class OnnxRuntimeCudaSession(Session):
+class OnnxRuntimeCudaSession(DriverSession):
     """Runs `model.onnx` on one GPU. Pools are device memory; logits are returned on the host.
 
     MissingDependencyError: no ONNX Runtime, or one without the CUDA provider. DeviceError: no GPU,
     or the provider cannot be loaded. ArtifactError: ONNX Runtime rejects the model. KernelError: a
     step failed. CapacityError: the model or a step needs more memory than there is.
     """
-
-    memory = DeviceArray
 
     def __init__(self, artifact: ArtifactFolder, device: int = 0) -> None:
         super().__init__(artifact)
@@ -86,20 +81,6 @@ class OnnxRuntimeCudaSession(Session):
         }
         self._logits = Logits(self._device, self._vocab)
 
-    def allocate(self, symbol: TensorType, sizes: Mapping[str, int]) -> Buffer:
-        """Allocate zeroed device memory. CapacityError if the device has too little memory."""
-        self._require_known(symbol)
-        shape = symbol.extents(sizes)
-        try:
-            with self._device.current():
-                pool = self._device.zeros(symbol.dtype, shape)
-        except CapacityError as error:
-            raise CapacityError(f"{symbol.name} {list(shape)}: {error}") from error
-        return Buffer(symbol.dtype, shape, symbol.device, pool)
-
-    def free_memory(self) -> int | None:
-        return self._device.free_memory
-
     def _run(self, arrays: Sequence[Any]) -> npt.NDArray[np.float32]:
         with self._device.current():
             rows, given = len(arrays[LOGITS_INDICES]), self._given(arrays)
@@ -119,20 +100,8 @@ class OnnxRuntimeCudaSession(Session):
                 raise step_error(f"onnxruntime: {last_sentence(error)}", str(error)) from error
             return self._logits.download(logits, rows)
 
-    def _synchronize(self) -> None:
-        with self._device.current():
-            self._device.synchronize()
-
     def _given(self, arrays: Sequence[Any]) -> list[tuple[TensorType, Any]]:
         return list(zip(self._inputs, arrays, strict=True))
-
-    def _pool(self, symbol: TensorType, array: Any) -> DeviceArray:
-        if isinstance(array, DeviceArray) and array.device is self._device:
-            return array
-        raise BindingError(
-            f"{symbol.name}: expected memory that this session allocated, "
-            f"got {type(array).__name__}"
-        )
 
     def _bind_values(self, symbol: TensorType, array: Array) -> None:
         """Bind an index tensor: its copy on the device, or the host array of a host input."""

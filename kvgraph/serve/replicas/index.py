@@ -208,10 +208,10 @@ class RoutingIndex:
         """Facts of one engine, as all are alike; None before a report."""
         return next((known.facts for known in self._known.values()), None)
 
-    def cached(self, chain: bytes, role: str = DECODE) -> int:
-        """Most pages of a prompt that the pool of any replica of the role holds."""
+    def cached(self, chain: bytes) -> int:
+        """Most pages of a prompt that the pool of any replica that answers requests holds."""
         self._forget_old()
-        names = [name for name, known in self._known.items() if known.role == role]
+        names = [name for name, known in self._known.items() if known.role == DECODE]
         return max(self.hits(chain, names).values(), default=0)
 
     def load(self) -> tuple[int, Load | None]:

@@ -22,14 +22,6 @@ class PageRouter(RequestRouter):  # type: ignore[misc]
     def initialize_state(self, name: str, namespace: str) -> None:
         self._index = ray.get_actor(name, namespace=namespace)
 
-    @property
-    def supports_rejection_protocol(self) -> bool:
-        """False: no replica is ever full, as surplus requests wait or are refused at the ingress.
-
-        Ray 2.60 does not read this property, and asks each replica.
-        """
-        return False
-
     async def choose_replicas(
         self,
         candidate_replicas: list[RunningReplica],

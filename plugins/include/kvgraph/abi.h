@@ -45,7 +45,8 @@ typedef union kvg_value {
 } kvg_value;
 
 // Runs fn(task, index) for every index in [0, count), in any order, on any threads, and returns
-// when all are done. A host gives its own thread pool here, so that kernels start no threads.
+// when all are done. A host gives its own thread pool here, so that kernels start no threads. A
+// thread that waits in it may run other calls, except collectives.
 typedef void (*kvg_task)(void* task, size_t index);
 typedef void (*kvg_parallel_for)(void* host, kvg_task fn, void* task, size_t count);
 
@@ -58,7 +59,7 @@ typedef struct kvg_call {
   uint32_t num_attributes;
   kvg_parallel_for parallel_for;  // NULL: the kernel library's own pool
   void* host;                     // first argument of parallel_for
-  void* stream;                   // device kernels only
+  void* stream;                   // reserved: NULL
   uint32_t num_threads;           // parallelism that parallel_for offers; 0: unknown
 } kvg_call;
 
@@ -122,7 +123,8 @@ typedef struct kvg_group {
                          // (pidfd_open(2)); with `gather`: a connected socket, on which ranks tell
                          // why a step fails; -1: a rank that cannot end alone, such as this one
   int32_t rank, size;    // 0 to size - 1; 1 to KVG_MOST_RANKS
-  int64_t timeout_ms;   // how long a collective waits for another rank
+  int64_t timeout_ms;   // how long a collective waits for another rank: 0 or more; above 2^40, it
+                        // counts as 2^40
   uint64_t calls;       // pieces exchanged so far, equal on all ranks; 0 at first
   uint64_t waited_ns;   // time spent waiting for other ranks
   uint64_t moved_bytes; // bytes of this rank's operands that were exchanged

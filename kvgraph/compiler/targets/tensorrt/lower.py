@@ -36,7 +36,7 @@ from kvgraph.contract.devices import PORTABLE
 from kvgraph.errors import UnsupportedError
 from kvgraph.kernels import shapes
 from kvgraph.kernels.record import pack_kernels
-from kvgraph.kernels.shapes import AttentionShape, CacheShape, Rope
+from kvgraph.kernels.shapes import AttentionShape, PoolShape, Rope
 from kvgraph.ops import OPSET_DOMAIN
 from kvgraph.ops.cuda_native import plugins_path
 
@@ -136,4 +136,4 @@ def write_kernels(
 def shape_of(fields: Mapping[str, Any]) -> AttentionShape:
     """The AttentionShape of an entry of `shapes` in tensorrt.json."""
     rope = Rope(**fields["rope"]) if fields["rope"] else None
-    return AttentionShape(**{**fields, "cache": CacheShape(**fields["cache"]), "rope": rope})
+    return AttentionShape(**{**fields, "cache": PoolShape(**fields["cache"]), "rope": rope})

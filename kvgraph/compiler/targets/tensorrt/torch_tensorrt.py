@@ -40,7 +40,7 @@ from kvgraph.contract.dtypes import ALL, POOLS
 from kvgraph.errors import MissingDependencyError, UnsupportedError
 from kvgraph.kernels import aot
 from kvgraph.kernels.record import image_digests, pack_kernels
-from kvgraph.kernels.shapes import AttentionShape, CacheShape, Rope
+from kvgraph.kernels.shapes import AttentionShape, PoolShape, Rope
 from kvgraph.ops import OPSET_DOMAIN, UPDATE_AND_ATTEND
 from kvgraph.ops.cuda_native import plugins_path
 from kvgraph.ops.native import library_path
@@ -253,7 +253,7 @@ def _shape(tensors: Mapping[str, ITensor], given: Mapping[str, Any]) -> Attentio
     scales, cos_sin = tensors.get("kv_scales"), tensors.get("cos_sin")
     rope = Rope(cos_sin.shape[1], bool(given["rope_style"])) if cos_sin is not None else None
     v_head_dim = given["v_head_dim"]
-    cache = CacheShape(
+    cache = PoolShape(
         dtype=_dtype("q", query),
         pool_dtype=_dtype("kv_blocks", pool),
         kv_heads=kv_heads,

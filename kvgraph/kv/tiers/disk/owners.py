@@ -6,20 +6,17 @@ one of these lives the index is not checked again: a check takes long and stops 
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import os
 import re
 import secrets
 from contextlib import suppress
 
+from kvgraph.contract.leftovers import NO_LOCKS
 from kvgraph.errors import StoreError
 from kvgraph.kv.tiers.disk.folder import PrivateFolder
 
 OWNER = re.compile(r"([0-9a-f]{16})\.owner")
-
-NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
-"""Error numbers of file systems without locks (some mounts of Lustre, NFS and FUSE)."""
 
 
 class Owner:

@@ -36,10 +36,11 @@ from kvgraph.errors import (
     KernelError,
 )
 from kvgraph.runtime.folder import ArtifactFolder
-from kvgraph.runtime.sessions.base import Session
+from kvgraph.runtime.sessions.captured import CapturedSteps
 from kvgraph.runtime.sessions.cuda_driver import CudaDevice, DeviceArray, Graph
 from kvgraph.runtime.sessions.cuda_errors import step_error
 from kvgraph.runtime.sessions.device_arrays import IndexTensor, Logits
+from kvgraph.runtime.sessions.driver_session import DriverSession
 from kvgraph.runtime.sessions.tensorrt.engine import LoadedEngine
 
 if TYPE_CHECKING:
@@ -47,21 +48,16 @@ if TYPE_CHECKING:
 
 Sizes = dict[str, int]
 
-MAX_GRAPHS = 256
-"""Most captured steps; the least recently used one is dropped first. An engine of 64 rows and
-131,072 tokens has steps of 81 sizes."""
-
 CAPTURABLE = "an engine that can be captured in a CUDA graph"
 
 
-class TensorRTSession(Session):
+class TensorRTSession(DriverSession):
     """Runs `model.engine` on one GPU. Pools are device memory; logits are returned on the host.
 
     Errors of the file and the machine: see `LoadedEngine` and `CudaDevice`. BindingError for a
     step that no optimisation profile holds; it names the dim and the profiles' largest extent.
     """
 
-    memory = DeviceArray
     captures = True
 
     def __init__(self, artifact: ArtifactFolder, device: int = 0) -> None:
@@ -77,7 +73,7 @@ class TensorRTSession(Session):
         self._inputs = self.signature.inputs
         # Set before the objects that own the device and its stream: attributes are freed in order.
         self._contexts: dict[int, IExecutionContext] = {}
-        self._captured: dict[tuple[object, ...], _Captured] = {}
+        self._captured = CapturedSteps[_Captured]()
         self._index_tensors = {
             symbol.name: IndexTensor(self._device, symbol.dtype, self._largest(symbol))
             for symbol in self._inputs
@@ -97,16 +93,7 @@ class TensorRTSession(Session):
         BindingError if the engine takes fewer pages."""
         self._require_known(symbol)
         self._choose({dim: sizes[dim] for dim in symbol.symbolic_dims})
-        shape = symbol.extents(sizes)
-        try:
-            with self._device.current():
-                pool = self._device.zeros(symbol.dtype, shape)
-        except CapacityError as error:
-            raise CapacityError(f"{symbol.name} {list(shape)}: {error}") from error
-        return Buffer(symbol.dtype, shape, symbol.device, pool)
-
-    def free_memory(self) -> int | None:
-        return self._device.free_memory
+        return super().allocate(symbol, sizes)
 
     def _run(self, arrays: Sequence[Any]) -> npt.NDArray[np.float32]:
         with self._device.current():
@@ -123,16 +110,11 @@ class TensorRTSession(Session):
     def _run_captured(self, arrays: Sequence[Any]) -> npt.NDArray[np.float32]:
         with self._device.current():
             step = self._plan(arrays)
-            captured = self._captured.pop(step.key, None)
+            captured = self._captured.used(step.key)
             if captured is None:
                 return self._capture(step) if self._records else self._run_step(step)
-            self._captured[step.key] = captured  # most recently used
             captured.graph.launch()
             return self._take_logits(step)
-
-    def _synchronize(self) -> None:
-        with self._device.current():
-            self._device.synchronize()
 
     # -- planning: checks that may fail come first, then the index tensors are filled
 
@@ -146,7 +128,7 @@ class TensorRTSession(Session):
         baked: list[bytes] = []
         for symbol, array in zip(self._inputs, arrays, strict=True):
             if symbol.kind == "buffer":
-                addresses[symbol.name] = self._pool_address(symbol, array)
+                addresses[symbol.name] = self._pool(symbol, array).address
         for symbol, array in zip(self._inputs, arrays, strict=True):
             if symbol.kind == "tensor":
                 tensor = self._index_tensors[symbol.name]
@@ -168,14 +150,6 @@ class TensorRTSession(Session):
             if all(least[dim] <= n <= profile.max[dim] for dim, n in sizes.items()):
                 return index
         raise BindingError(_beyond(self._profiles, sizes))
-
-    def _pool_address(self, symbol: TensorType, array: Any) -> int:
-        if isinstance(array, DeviceArray) and array.device is self._device:
-            return array.address
-        raise BindingError(
-            f"{symbol.name}: expected memory that this session allocated, "
-            f"got {type(array).__name__}"
-        )
 
     def _largest(self, symbol: TensorType) -> tuple[int, ...]:
         shapes = [symbol.extents(profile.max) for profile in self._profiles]
@@ -234,8 +208,7 @@ class TensorRTSession(Session):
         logits = self._take_logits(step)
         graph = self._recorded(context, step)
         if graph is not None:
-            if len(self._captured) >= MAX_GRAPHS:
-                del self._captured[next(iter(self._captured))]
+            self._captured.make_room()
             self._captured[step.key] = _Captured(graph, context)
         return logits
 
