@@ -12,6 +12,7 @@ that were cached before are then not found.
 from __future__ import annotations
 
 from hashlib import sha256
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -94,8 +95,16 @@ def _lines(graph: Graph, inputs: dict[str, str], root: GraphModule) -> list[str]
             # Pools that a functional backend returns are inputs; the ops that write them are lines.
             lines.append(f"output {said([x for x in node.args[0] if x.op != 'placeholder'])}")
         else:
-            lines.append(f"{node.target} {said(node.args)} {said(node.kwargs)}")
+            lines.append(f"{_operator(node)} {said(node.args)} {said(node.kwargs)}")
     return lines
+
+
+def _operator(node: Node) -> str:
+    """Name of a node's operator. The text of a Python function has its address in memory."""
+    target = node.target
+    if isinstance(target, FunctionType):
+        return f"{target.__module__}.{target.__qualname__}"
+    return str(target)
 
 
 def _ordered(graph: Graph) -> list[Any]:

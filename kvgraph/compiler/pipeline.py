@@ -21,6 +21,7 @@ from kvgraph.compiler.cache import (
 from kvgraph.compiler.frontends.folder import checkpoint_dtype, read_config
 from kvgraph.compiler.frontends.gguf import as_folder
 from kvgraph.compiler.options import CompileRequest
+from kvgraph.compiler.quiet import first_line
 from kvgraph.compiler.targets import Lowered
 from kvgraph.contract.backends import imported
 from kvgraph.contract.devices import virtual_devices
@@ -259,7 +260,7 @@ def run_lower(lower: Callable[..., Lowered], traced: Traced, folder: Path) -> Lo
             cause = cause.__cause__
         raise UnsupportedError(
             f"architecture {traced.model.architecture!r}: expected operators that the onnx "
-            f"exporter has, got one that it has not: {str(cause).splitlines()[0]}"
+            f"exporter has, got one that it has not: {first_line(cause)}"
         ) from error
     lowered.notes += traced.weights.notes()
     lowered.notes += step_memory.notes_of(traced.program, traced.signature, traced.passes)

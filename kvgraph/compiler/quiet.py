@@ -1,11 +1,18 @@
-"""Silence reports of libraries, so that the user sees only kvgraph's own error message."""
+"""Silence or shorten reports of libraries, so that the user sees one sentence of kvgraph's own."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
+import re
 import warnings
 from collections.abc import Iterator
+
+
+def first_line(error: BaseException) -> str:
+    """First line of an error's message, without addresses of objects; its type if it has none."""
+    text = str(error).strip() or type(error).__name__
+    return re.sub(r" at 0x[0-9a-f]+", "", text.splitlines()[0])
 
 
 @contextlib.contextmanager

@@ -163,8 +163,9 @@ def read_fields(path: Path, refusal: type[KVGraphError]) -> JsonObject:
     """Return the fields of a JSON file, {} if it is missing; raise `refusal` if it is damaged."""
     if not path.exists():
         return {}
+    text = read_text(path, refusal)
     try:
-        fields = json.loads(read_text(path, refusal))
+        fields = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise refusal(f"{path}: expected JSON, got a damaged file ({error})") from error
     if not isinstance(fields, dict):

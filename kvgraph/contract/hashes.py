@@ -96,7 +96,7 @@ def inside_folder(folder: Path, name: str) -> Path:
     """The path of an artifact's file. Raises ArtifactError if it is outside the folder."""
     path = inside(folder, name)
     if path is None:
-        how = ", a link that leads out" if _is_link(folder, name) else ""
+        how = ", a link that leads out or in a circle" if _is_link(folder, name) else ""
         raise ArtifactError(f"{folder}: expected files inside the folder, got {name!r}{how}")
     return path
 

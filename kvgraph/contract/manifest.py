@@ -28,7 +28,7 @@ from kvgraph.contract.manifest_values import (
     require_plain_text,
 )
 from kvgraph.contract.mixtures import Mixture
-from kvgraph.contract.plain import from_plain, to_json, to_plain
+from kvgraph.contract.plain import JsonObject, from_plain, to_json, to_plain
 from kvgraph.contract.signature import GraphSignature
 from kvgraph.errors import ArtifactError
 
@@ -245,7 +245,7 @@ def read_manifest(folder: Path) -> Manifest:
                 f"{folder}: expected {MANIFEST_NAME} in an artifact, got none (not an artifact, or "
                 "its compile did not finish)"
             )
-        fields = json.loads(path.read_bytes())
+        fields = _parsed(path.read_bytes())
         version = fields.get("schema_version") if isinstance(fields, dict) else None
         if type(version) is not int:
             raise ValueError(f"schema_version: expected int, got {version!r}")
@@ -288,7 +288,7 @@ def listed_names(folder: Path) -> frozenset[str]:
     path = folder / MANIFEST_NAME
     with _damage(path):
         with open_regular(path) as file:
-            fields = json.loads(file.read())
+            fields = _parsed(file.read())
         if not isinstance(fields, dict):
             raise ValueError(f"expected fields, got {type(fields).__name__}")
         _checked(path, fields)
@@ -355,6 +355,22 @@ def _damage(path: Path) -> Iterator[None]:
         raise
     except (OSError, ValueError, RecursionError) as error:  # not JSON, not UTF-8, wrong types
         raise ArtifactError(f"{path}: expected a manifest, got a damaged one ({error})") from error
+
+
+def _parsed(text: bytes) -> JsonObject:
+    """The value of JSON text. ValueError if an object names a key twice: readers differ in which
+    value they take, and the hash covers one of them."""
+    parsed: JsonObject = json.loads(text, object_pairs_hook=_unique)
+    return parsed
+
+
+def _unique(pairs: list[tuple[str, object]]) -> JsonObject:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"expected each key once in an object, got {twice!r} twice")
+    return found
 
 
 def _checked(path: Path, fields: dict[str, object]) -> dict[str, object]:

@@ -98,7 +98,7 @@ def _entries(path: Path) -> list[JsonObject]:
         text = path.read_bytes()
     try:
         entries: list[JsonObject] = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ArtifactError(f"{path}: expected JSON, got a damaged file ({error})") from error
     return entries
 

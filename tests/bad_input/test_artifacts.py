@@ -115,7 +115,11 @@ def test_a_path_that_leaves_the_folder(
     (artifact / "folder").symlink_to(tmp_path)
     entry = {"size": 6, "chunks": [hashlib.sha256(b"secret").hexdigest()]}
     edit_manifest(artifact, lambda fields: fields["files"].update({name: entry}))
-    how = "" if "outside" in name and "folder" not in name else ", a link that leads out"
+    how = (
+        ""
+        if "outside" in name and "folder" not in name
+        else ", a link that leads out or in a circle"
+    )
     expected = f"{artifact}: expected files inside the folder, got {name!r}{how}"
     assert sentence(run(command, artifact)) == expected
 
@@ -126,8 +130,17 @@ def test_a_file_replaced_by_a_link_to_the_outside(artifact: Path, tmp_path: Path
     path.symlink_to(tmp_path / "outside")
     assert sentence(run("verify", artifact)) == (
         f"{artifact}: expected files inside the folder, got 'weights.safetensors', a link that "
-        "leads out"
+        "leads out or in a circle"
     )
+
+
+def test_a_manifest_with_a_key_twice(artifact: Path) -> None:
+    """Another reader of JSON would take the other value, which no hash covers."""
+    path = artifact / "manifest.json"
+    path.write_text(path.read_text().replace('"backend":', '"backend": "torch", "backend":', 1))
+    said = f"{path}: expected a manifest, got a damaged one (expected each key once in an object, "
+    for command in ("verify", "inspect"):
+        assert sentence(run(command, artifact)) == said + "got 'backend' twice)"
 
 
 # -- artifacts: the manifest

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import nn
+from torch import nn, tanh
 from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -67,11 +67,18 @@ def test_modules_of_one_class_and_weights_share_no_page(tmp_path: Path) -> None:
     assert [done.token_ids for done in found] == [done.token_ids for done in expected]
 
 
+def by_count(x: torch.Tensor) -> torch.Tensor:
+    """With an operator on sizes that is a Python function, `torch.sym_float`."""
+    count = torch.sym_float(x.shape[0])
+    return torch.tanh(x) * (count / count)
+
+
 COMPILE = """
-import sys, torch
-from tests.compiler.test_identity import compile_module, decoder
+import sys
+from tests.compiler import test_identity
 from pathlib import Path
-compile_module(decoder(torch.tanh), Path(sys.argv[1]))
+activation = getattr(test_identity, sys.argv[2])
+test_identity.compile_module(test_identity.decoder(activation), Path(sys.argv[1]))
 """
 
 
@@ -117,9 +124,10 @@ def test_the_order_of_a_read_and_a_write_counts() -> None:
     assert program(reads_first=True) != program(reads_first=False)
 
 
-def test_equal_in_every_process_and_for_every_pool(tmp_path: Path) -> None:
-    here = compile_module(decoder(torch.tanh), tmp_path / "here")
-    command = [sys.executable, "-c", COMPILE, str(tmp_path / "there")]
+@pytest.mark.parametrize("activation", [tanh, by_count])
+def test_equal_in_every_process_and_for_every_pool(activation: Any, tmp_path: Path) -> None:
+    here = compile_module(decoder(activation), tmp_path / "here")
+    command = [sys.executable, "-c", COMPILE, str(tmp_path / "there"), activation.__name__]
     subprocess.run(command, cwd=Path(__file__).parents[2], check=True, timeout=300)
     assert read_manifest(here).model.identity == read_manifest(tmp_path / "there").model.identity
     engines = [kvgraph.Engine(here, num_pages=pages) for pages in (8, 64)]

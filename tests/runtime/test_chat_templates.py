@@ -353,6 +353,7 @@ def test_the_sandbox_holds(source: str, message: str, tmp_path: Path) -> None:
         (None, "", r": expected a chat template in chat_template\.jinja or tokenizer_config\.json,"
          " got none; pass chat_template"),
         ("tokenizer_config.json", "{", "expected JSON, got a damaged file"),
+        ("tokenizer_config.json", b"\xff", r"config\.json: expected text in UTF-8, got 'utf-8' c"),
         ("tokenizer_config.json", "[]", "expected fields, got list"),
         ("tokenizer_config.json", '{"chat_template": 1}', "chat_template: expected text, or templ"),
         ("tokenizer_config.json", '{"chat_template": [{"name": "a"}]}', "expected text, or templa"),
@@ -379,6 +380,7 @@ def test_an_artifact_without_a_template_of_use(
         ChatTemplates(tmp_path).render([USER])
     assert str(caught.value).startswith(str(tmp_path))
     assert "\n" not in str(caught.value)
+    assert str(caught.value).count(str(tmp_path)) == 1
 
 
 def test_templates_are_those_that_lay_there_at_the_opening(tmp_path: Path) -> None:

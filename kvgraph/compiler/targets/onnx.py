@@ -27,7 +27,7 @@ from kvgraph.compiler.passes.label_kinds import MADE, SIZES
 from kvgraph.compiler.passes.lists import PASSES, PassList, run_passes
 from kvgraph.compiler.passes.parameters import tensor_of
 from kvgraph.compiler.passes.token_functions import CASTS, LAYOUT, packet
-from kvgraph.compiler.quiet import quiet_loggers
+from kvgraph.compiler.quiet import first_line, quiet_loggers
 from kvgraph.compiler.sources import place
 from kvgraph.compiler.targets import ONNX_NAME, WEIGHTS_NAME, Lowered
 from kvgraph.compiler.targets.core_aten import to_core_aten
@@ -120,10 +120,9 @@ def _core_aten(traced: Traced) -> ExportedProgram:
         raise
     except Exception as error:
         reraise_if_signalled(error)
-        why = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise UnsupportedError(
             f"architecture {traced.model.architecture!r}: torch cannot make core ATen of its "
-            f"operators: {why}; backend torch may take them"
+            f"operators: {first_line(error)}; backend torch may take them"
         ) from error
 
 
@@ -282,7 +281,7 @@ def require_valid(folder: Path) -> None:
     except (onnx.checker.ValidationError, onnx.shape_inference.InferenceError) as error:
         raise UnsupportedError(
             f"{ONNX_NAME}: expected a graph that ONNX's checker accepts, "
-            f"got one that it refuses: {str(error).strip().splitlines()[0]}"
+            f"got one that it refuses: {first_line(error)}"
         ) from error
 
 
