@@ -250,6 +250,22 @@ class Head(Derived):
         super().__init__(whole, (count, *whole.shape[1:]))
 
 
+class Turned(Derived):
+    """The transpose of a matrix. It has a stored form if coded rows are the matrix's columns."""
+
+    def __init__(self, source: Values) -> None:
+        super().__init__(source, source.shape[::-1])
+        self.is_coded_transposed = not source.is_coded_transposed
+
+    def open(self) -> Rows:
+        whole = self._source.read()
+        return lambda start, stop: whole[:, start:stop].T.contiguous()
+
+    @property
+    def form(self) -> Form | None:
+        return None if self.is_coded_transposed else self._source.form
+
+
 @dataclass(frozen=True)
 class Share:
     """The part of a tensor that a rank has.

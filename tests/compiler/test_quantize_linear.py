@@ -67,7 +67,7 @@ def test_layers_of_one_input_become_one_node(name: str, tmp_path: Path) -> None:
     left = Counter(n.target for n in program.graph.nodes)[torch.ops.aten.linear.default]
     assert left == (count if name == "gpt_oss" else 0)
     assert all("a router, which keeps its weights" in why for why in report.unmatched)
-    given = ("q_proj.weight", "qkv_proj.weight", "gate_up_proj.weight")
+    given = ("q_proj.weight", "qkv_proj.weight", "gate_up_proj.weight", "c_fc.weight")
     assert not [n for n in program.state_dict if n.endswith(given)]  # stored once
 
 

@@ -43,7 +43,7 @@ def describe(folder: Path, dtype: str, ranks: int = 1) -> ModelSizes:
     model = huggingface.describe(folder, dtype)
     module = _of_rank(model, dtype, ranks) if ranks > 1 else model.module
     modules = dict(module.named_modules())
-    layers = {name: each for name, each in modules.items() if isinstance(each, nn.Linear)}
+    layers = {name: each for name, each in modules.items() if isinstance(each, nn.Linear | Conv1D)}
     tables = {each.weight for each in modules.values() if isinstance(each, nn.Embedding)}
     active = _active(model.module.config)
     mixtures = {name: each for name, each in modules.items() if _has_kernel(each, active)}
@@ -54,7 +54,6 @@ def describe(folder: Path, dtype: str, ranks: int = 1) -> ModelSizes:
         for name, layer in layers.items()
     )
     widths = [each.out_features for each in made if not each.is_head]
-    widths += [max(each.weight.shape) for each in modules.values() if isinstance(each, Conv1D)]
     held = [*layers.values(), *mixtures.values()]
     counted = tables | {parameter for layer in held for parameter in layer.parameters()}
     return ModelSizes(
@@ -141,8 +140,10 @@ def _active(config: object) -> int | None:
     return next((number for number in found if isinstance(number, int)), None)
 
 
-def _linear(name: str, layer: nn.Linear, *, is_tied: bool, is_head: bool) -> Linear:
+def _linear(name: str, layer: nn.Linear | Conv1D, *, is_tied: bool, is_head: bool) -> Linear:
     rows, columns = layer.weight.shape  # out_features and in_features are those of the whole
+    if isinstance(layer, Conv1D):
+        rows, columns = columns, rows
     return Linear(rows, columns, layer.bias is not None, is_tied, is_head, name=name)
 
 

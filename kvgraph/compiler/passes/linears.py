@@ -35,13 +35,13 @@ from kvgraph.compiler.passes.parameters import (
     name_outputs,
     stored_of,
 )
-from kvgraph.compiler.values import Values, in_groups
+from kvgraph.compiler.passes.products import turn_products, weight_of
+from kvgraph.compiler.values import Turned, Values, in_groups
 from kvgraph.compiler.weights import Weights
 from kvgraph.ops import torch_ops
 
 aten = torch.ops.aten
 SPLITS = (aten.chunk.default, aten.split.Tensor, aten.split_with_sizes.default)
-PRODUCTS = (aten.matmul.default, aten.mm.default, aten.addmm.default)
 MAX_SECTIONS = 3
 OUTPUTS = ("out_features", "out_features_1", "out_features_2")
 """Attributes with the width of each output of a node."""
@@ -52,13 +52,15 @@ ROUTER_STEPS = 4
 
 @dataclass
 class Layer:
-    """A linear layer, or one of two halves of its rows."""
+    """A linear layer of a weight `[outputs, inputs]`, or one of two halves of its rows."""
 
     node: Node
     name: str
     weight: torch.Tensor
     bias: tuple[str, torch.Tensor] | None
     half: int | None = None
+    is_transposed: bool = False
+    """Whether the weight is the transpose of the stored one."""
 
     @property
     def features(self) -> int:
@@ -87,6 +89,8 @@ class Layer:
 
     def source(self, weights: Weights) -> Values:
         """The source of the whole weight's values, in float32."""
+        if self.is_transposed:
+            return Turned(weights.values(self.name, self.weight.T, torch.float32))
         return weights.values(self.name, self.weight, torch.float32)
 
 
@@ -115,7 +119,9 @@ class Group:
     @property
     def parts(self) -> tuple[Hashable, ...]:
         """A key that is equal for nodes with the same packed weights."""
-        layers = ((one.name, one.half, one.bias and one.bias[0]) for one in self.layers)
+        layers = (
+            (one.name, one.half, one.is_transposed, one.bias and one.bias[0]) for one in self.layers
+        )
         return (*layers, self.gated is not None)
 
     @property
@@ -151,11 +157,9 @@ def rewrite_linears(
     `residuals`: a layer also takes over the addition of a residual to its result.
     `require`: raises UnmatchedError for a layer that must stay.
     """
-    report = PassReport(name)
+    report = PassReport(name, unmatched=turn_products(program))
     by_input: dict[Node, list[Layer]] = {}
     for node in program.graph.nodes:
-        if node.target in PRODUCTS and any(_of_weight(program, x) for x in node.args):
-            report.unmatched.append(f"{node.name}: expected aten::linear, got {node.target.name()}")
         if node.target is not aten.linear.default:
             continue
         try:
@@ -189,17 +193,12 @@ def replace_outputs(group: Group, whole: Node, like: Callable[[Node, Node], Node
         erase_unused(old)
 
 
-def _of_weight(program: ExportedProgram, node: object) -> bool:
-    """Whether `node` is a weight of the model, or is computed directly from one (a transpose)."""
-    source = node.args[0] if isinstance(node, Node) and node.args else node
-    return any(held(program, x) is not None for x in (node, source))
-
-
 def _layer(program: ExportedProgram, node: Node, kinds: Container[torch.dtype]) -> Layer:
-    weight = held(program, node.args[1])
-    expect(weight is not None, "expected a weight of the model, got a computed one")
-    assert weight is not None
-    rank = weight[1].dim()
+    found = weight_of(program, node.args[1])
+    expect(found is not None, "expected a weight of the model, got a computed one")
+    assert found is not None
+    name, weight, is_transposed = found
+    rank = weight.dim()
     expect(rank == 2, f"expected a matrix of weights, got {rank} dims")
     given = node.args[2] if len(node.args) > 2 else None
     bias = held(program, given)
@@ -210,7 +209,8 @@ def _layer(program: ExportedProgram, node: Node, kinds: Container[torch.dtype]) 
     )
     expect(value(node).dtype in kinds, f"expected float32, got {value(node).dtype}")
     expect(not _routes(node), "a router, which keeps its weights")
-    return Layer(node, weight[0], weight[1].detach(), bias)
+    own = weight.detach().T if is_transposed else weight.detach()
+    return Layer(node, name, own, bias, is_transposed=is_transposed)
 
 
 def _routes(node: Node) -> bool:

@@ -109,6 +109,10 @@ def _values(
         order = _order_of_rows(name, first, processor, shape[0])
         if order is not None and first.data.shape[0] == shape[0]:
             return Blocks(where, shape, compute, bits, GGUF_BLOCKS[kind], of_matrix(first, order))
+        is_turned = are_stored(tensors, shape, are_transposed=True)
+        if is_turned and _is_transposed(name, first, processor):
+            data, form = of_matrix(first, np.arange(len(first.data))), GGUF_BLOCKS[kind]
+            return Blocks(where, shape, compute, bits, form, data, is_transposed=True)
     if len(tensors) == 2 and len(shape) == 2 and are_stored(tensors, shape, are_transposed=False):
         return Blocks(where, shape, compute, bits, GGUF_BLOCKS[kind], of_halves(tensors))
     turned = processor.are_transposed
@@ -135,16 +139,30 @@ def _order_of_rows(
     """Index of the tensor's row for each row of the parameter; None if transformers changes more
     than the order of rows."""
     probe = np.stack([np.arange(count), np.full(count, 0.5)], 1).astype(np.float32)
-    made = processor.process(
-        weights=probe.copy(),
-        name=tensor.name,
-        tensor_key_mapping={tensor.name.removesuffix(".weight"): name},
-        parsed_parameters={"tensors": {}},
-    ).weights
+    made = _processed(name, tensor, processor, probe)
     if made is None or np.shape(made) != probe.shape:
         return None
     order = np.asarray(made)[:, 0].astype(np.int64)
     return order if np.array_equal(probe[order], made) else None
+
+
+def _is_transposed(name: str, tensor: ReaderTensor, processor: Processor) -> bool:
+    """Whether transformers transposes a tensor, and changes no more (GPT-2)."""
+    probe = np.arange(6, dtype=np.float32).reshape(2, 3)
+    made = _processed(name, tensor, processor, probe)
+    return made is not None and np.array_equal(probe.T, made)
+
+
+def _processed(
+    name: str, tensor: ReaderTensor, processor: Processor, weights: Array
+) -> Array | None:
+    """The values that transformers makes of `weights` for a parameter."""
+    return processor.process(
+        weights=weights.copy(),
+        name=tensor.name,
+        tensor_key_mapping={tensor.name.removesuffix(".weight"): name},
+        parsed_parameters={"tensors": {}},
+    ).weights
 
 
 def _decode(
