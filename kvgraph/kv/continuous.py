@@ -131,6 +131,10 @@ class ContinuousBatchingKVCacheManager(PagedKVCacheManager):
 
 
 def _require_supported(params: KVCacheParams, is_ragged: bool) -> None:
+    if not isinstance(params, KVCacheParams):
+        raise ParamsError(
+            f"params: expected KVCacheParams for a continuous cache, got {type(params).__name__}"
+        )
     for name, value, supported in (
         ("enable_prefix_caching", params.enable_prefix_caching, False),
         ("quantization", params.quantization, None),

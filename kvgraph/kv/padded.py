@@ -18,7 +18,7 @@ from kvgraph.contract.inputs import (
 )
 from kvgraph.contract.params import KVCacheParams, KVCacheStrategy
 from kvgraph.contract.symbols import PaddedKVCacheInputSymbols
-from kvgraph.errors import RequestError, UnsupportedError
+from kvgraph.errors import ParamsError, RequestError, UnsupportedError
 from kvgraph.kv.manager import KVCacheManager
 from kvgraph.kv.pool.leaf import allocate_buffer, require_params
 from kvgraph.kv.requests import Batches, TextContext, require_steps
@@ -141,6 +141,10 @@ def _record(k_cache: Buffer, v_cache: Buffer) -> PaddedKVCacheInputs:
 
 
 def _require_supported(params: KVCacheParams, is_ragged: bool) -> None:
+    if not isinstance(params, KVCacheParams):
+        raise ParamsError(
+            f"params: expected KVCacheParams for a padded cache, got {type(params).__name__}"
+        )
     for name, given, supported in (
         ("enable_prefix_caching", params.enable_prefix_caching, False),
         ("quantization", params.quantization, None),

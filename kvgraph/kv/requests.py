@@ -197,6 +197,12 @@ def _require_types(
             raise RequestError(
                 f"{name} of {request_id!r}: expected {kind.__name__}, got {shown(value)}"
             )
+    try:
+        adapter.encode()
+    except UnicodeEncodeError as error:
+        raise RequestError(
+            f"adapter of {request_id!r}: expected text in Unicode, got {shown(adapter)}"
+        ) from error
 
 
 def _as_int32(

@@ -15,7 +15,7 @@ from kvgraph.contract.files import as_path
 from kvgraph.contract.manifest import MANIFEST_NAME, Binding, read_manifest
 from kvgraph.contract.params import KVCacheParams, KVCacheStrategy
 from kvgraph.contract.signature import GraphSignature
-from kvgraph.errors import ArtifactError, UnsupportedError
+from kvgraph.errors import ArtifactError, RequestError, UnsupportedError
 from kvgraph.ops.header import ABI_VERSION
 from kvgraph.runtime.folder import ArtifactFolder, state_of
 from kvgraph.runtime.intact import require_intact
@@ -73,6 +73,22 @@ class Artifact(ArtifactFolder):
         from kvgraph.runtime.ranks.sessions import open_leader
 
         return open_leader(opened, make, num_threads, collective_timeout)
+
+    def opened(self, session: str | Session | None, *, num_threads: int | None = None) -> Session:
+        """`session` if it is one of this artifact; else a new one, of the kind `session`.
+
+        RequestError for a session of another artifact, whose weights or graph differ.
+        """
+        from kvgraph.runtime.sessions.base import Session
+
+        if not isinstance(session, Session):
+            return self.session(session, num_threads=num_threads)
+        if session.artifact.manifest.files != self.manifest.files:
+            raise RequestError(
+                f"session: expected one of {self.folder}, got one of {session.artifact.folder}, "
+                "which is another artifact"
+            )
+        return session
 
     def follow(
         self,

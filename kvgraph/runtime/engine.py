@@ -80,9 +80,7 @@ class Engine(Chats, NotCopyable):
         self.artifact = artifact
         self.model = artifact.manifest.model
         self._owns_session = not isinstance(session, Session)
-        if not isinstance(session, Session):
-            session = artifact.session(session, num_threads=num_threads)
-        self.session = session
+        self.session = session = artifact.opened(session, num_threads=num_threads)
         self.kv, self.scheduler, self._buckets = make_cache(artifact, session, cache, tiers, batch)
         super().__init__(artifact.folder)
         artifact.require_unchanged()

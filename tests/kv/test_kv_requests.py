@@ -112,6 +112,7 @@ def test_bad_tokens(tokens: list[int], text: str) -> None:
         ({"cache_salt": "s"}, "cache_salt of 'a': expected bytes, got str 's'"),
         ({"cache_salt": None}, "cache_salt of 'a': expected bytes, got NoneType None"),
         ({"adapter": b"x"}, "adapter of 'a': expected str, got bytes b'x'"),
+        ({"adapter": "\ud800"}, r"adapter of 'a': expected text in Unicode, got str '\\ud800'"),
         ({"is_private": 1}, "is_private of 'a': expected bool, got int 1"),
     ],
 )

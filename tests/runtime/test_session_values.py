@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -11,8 +13,9 @@ import numpy as np
 import pytest
 
 import kvgraph
-from kvgraph import BindingError, Buffer, virtual_devices
+from kvgraph import BindingError, Buffer, MultiKVCacheParams, ParamsError, virtual_devices
 from kvgraph.contract.inputs import KVCacheInputs, ModelInputs
+from kvgraph.kv.continuous import ContinuousBatchingKVCacheManager
 from kvgraph.kv.null import NullKVCacheManager
 from kvgraph.kv.padded import PaddedKVCacheManager
 from kvgraph.kv.paged import PagedKVCacheManager
@@ -158,6 +161,60 @@ def test_logits_of_a_token_that_the_step_has_not_are_refused(step: Step, number:
     message = rf"^logits_indices: expected numbers in \[0, 3\), got {number}$"
     with pytest.raises(BindingError, match=message):
         session.run(given, record)
+
+
+@pytest.mark.parametrize("shift", [0, 1])
+@pytest.mark.parametrize("backend", ["onnx", "torch"])
+def test_buffers_that_share_memory(compiled: Compiled, backend: str, shift: int) -> None:
+    """All of it, or a part. A step after one that was right is compared too."""
+    session = kvgraph.load(compiled("gemma2", backend)).session()
+    kv = PagedKVCacheManager(session.artifact.params(), session, 4, max_batch_size=1)
+    context = TextContext("a", [1, 2, 3])
+    kv.claim("a")
+    kv.alloc(context)
+    inputs, record = inputs_of([context]), kv.runtime_inputs([[context]]).inputs[0]
+    expected = session.run(inputs, record).copy()
+    values = record.flatten()
+    one, other = (i - 3 for i, s in enumerate(session.signature.inputs) if s.kind == "buffer")
+    memory = np.zeros(sum(np.asarray(values[i]).size for i in (one, other)), np.float32)
+    for i, start in ((one, 0), (other, shift)):
+        shape = np.asarray(values[i]).shape
+        own = memory[start : start + math.prod(shape)].reshape(shape)
+        values[i] = replace(values[i], handle=own)
+    first, second = (session.signature.inputs[3 + i].name for i in (one, other))
+    for _ in range(2):
+        with pytest.raises(BindingError) as refused:
+            session.run(inputs, record.unflatten(values))
+        assert str(refused.value) == (
+            f"{second}: expected memory of its own, got memory that {first} has too"
+        )
+    np.testing.assert_array_equal(session.run(inputs, record), expected)
+
+
+def test_an_array_in_place_of_a_record(step: Step) -> None:
+    session, inputs, record = step
+    with pytest.raises(BindingError, match=r"^cache: expected one device's .* got ndarray$"):
+        session.run(inputs, np.asarray(record[0]))
+
+
+def test_an_engine_over_the_session_of_another_artifact(compiled: Compiled, tmp_path: Path) -> None:
+    """A copy of the artifact is the same one."""
+    own, other = compiled("tiny-llama"), compiled("tiny-llama", "torch")
+    with pytest.raises(kvgraph.RequestError) as refused:
+        kvgraph.Engine(own, session=kvgraph.load(other).session())
+    assert str(refused.value) == (
+        f"session: expected one of {own}, got one of {other}, which is another artifact"
+    )
+    copy = shutil.copytree(own, tmp_path / "copy")
+    assert kvgraph.Engine(own, session=kvgraph.load(copy).session()).generate([[5]])
+
+
+@pytest.mark.parametrize("kind", [ContinuousBatchingKVCacheManager, PaddedKVCacheManager])
+def test_a_tree_of_caches_for_a_manager_of_one(kind: Any) -> None:
+    params = kvgraph.KVCacheParams("float32", n_kv_heads=2, head_dim=8, num_layers=1)
+    tree = MultiKVCacheParams.from_params({"a": params})
+    with pytest.raises(ParamsError, match=r"^params: expected KVCacheParams for a .* got MultiKV"):
+        kind(tree, 2, 64)
 
 
 @pytest.mark.parametrize("given", [None, (1, 2, 3), {}])

@@ -6,7 +6,7 @@ import os
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import zip_longest
+from itertools import pairwise, zip_longest
 from pathlib import Path
 from threading import get_ident
 from typing import Any
@@ -59,6 +59,7 @@ class Session(ABC):
         self._is_padded = any(leaf.cache_strategy is KVCacheStrategy.PADDED for leaf in leaves)
         self.artifact = artifact
         self.signature = artifact.signature
+        self._buffers = [i for i, s in enumerate(self.signature.inputs) if s.kind == "buffer"]
         self._vocab = artifact.manifest.model.vocab_size
         self._checked: list[tuple[object, ...]] = []
         self._turns = Turns("Session")
@@ -180,7 +181,7 @@ class Session(ABC):
         if not isinstance(inputs, ModelInputs):
             raise BindingError(f"inputs: expected ModelInputs, got {type(inputs).__name__}")
         values: list[Any] = [inputs.tokens, inputs.input_row_offsets, inputs.logits_indices]
-        if not hasattr(kv, "flatten"):
+        if isinstance(kv, np.ndarray) or not hasattr(kv, "flatten"):
             raise BindingError(
                 f"cache: expected one device's runtime inputs of a manager, got {type(kv).__name__}"
             )
@@ -196,12 +197,14 @@ class Session(ABC):
 
     def _require_fitting(self, values: list[Any], arrays: Sequence[Any]) -> None:
         """Raise BindingError unless dtypes and shapes of `values`, and of their memory `arrays`,
-        fit. Skip the comparison if both equal the last step's."""
+        fit, and each buffer has memory of its own. Skip all if nothing changed since the last step.
+        """
         try:
             kinds: list[tuple[object, ...]] = [
                 (x.dtype, x.shape, getattr(x, "device", None)) for x in values
             ]
             kinds += [(x.dtype, x.shape, type(x)) for x in arrays]
+            kinds += [(self._address_of(arrays[i]),) for i in self._buffers]
         except AttributeError:
             kinds = []
         if not kinds or kinds != self._checked:
@@ -211,7 +214,23 @@ class Session(ABC):
             self.signature.bind(values)
             for symbol, value, array in zip(self.signature.inputs, values, arrays, strict=True):
                 _require_said(symbol, value, array)
+            self._require_apart(arrays)
             self._checked = kinds
+
+    def _address_of(self, array: Any) -> int:
+        """Address of a buffer's memory."""
+        address: int = array.__array_interface__["data"][0]  # quicker than array.ctypes.data
+        return address
+
+    def _require_apart(self, arrays: Sequence[Any]) -> None:
+        """Raise BindingError if two buffers share memory: a step writes to each of them."""
+        found = [(self._address_of(arrays[i]), arrays[i].nbytes, i) for i in self._buffers]
+        for (start, nbytes, one), (following, _, other) in pairwise(sorted(found)):
+            if following < start + nbytes:
+                first, second = (self.signature.inputs[i].name for i in sorted((one, other)))
+                raise BindingError(
+                    f"{second}: expected memory of its own, got memory that {first} has too"
+                )
 
     def _require_array(self, symbol: TensorType, value: object, array: object) -> None:
         if not (hasattr(value, "dtype") and hasattr(value, "shape")):

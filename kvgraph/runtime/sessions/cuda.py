@@ -68,6 +68,10 @@ class CudaSession(Session):
 
     # -- memory
 
+    def _address_of(self, array: Any) -> int:
+        address: int = array.data_ptr()
+        return address
+
     def allocate(self, symbol: TensorType, sizes: Mapping[str, int]) -> Buffer:
         """Allocate zeroed device memory; zeroed on return, as another stream copies pages into it.
         CapacityError if the device has too little memory.

@@ -32,6 +32,10 @@ class DriverSession(Session):
     def free_memory(self) -> int | None:
         return self._device.free_memory
 
+    def _address_of(self, array: Any) -> int:
+        address: int = array.address
+        return address
+
     def _synchronize(self) -> None:
         with self._device.current():
             self._device.synchronize()
