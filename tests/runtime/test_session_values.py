@@ -14,7 +14,7 @@ import pytest
 
 import kvgraph
 from kvgraph import BindingError, Buffer, MultiKVCacheParams, ParamsError, virtual_devices
-from kvgraph.contract.inputs import KVCacheInputs, ModelInputs
+from kvgraph.contract.inputs import KVCacheInputs, ModelInputs, PaddedKVCacheInputs
 from kvgraph.kv.continuous import ContinuousBatchingKVCacheManager
 from kvgraph.kv.null import NullKVCacheManager
 from kvgraph.kv.padded import PaddedKVCacheManager
@@ -191,10 +191,15 @@ def test_buffers_that_share_memory(compiled: Compiled, backend: str, shift: int)
     np.testing.assert_array_equal(session.run(inputs, record), expected)
 
 
-def test_an_array_in_place_of_a_record(step: Step) -> None:
-    session, inputs, record = step
-    with pytest.raises(BindingError, match=r"^cache: expected one device's .* got ndarray$"):
-        session.run(inputs, np.asarray(record[0]))
+@pytest.mark.parametrize(
+    ("given", "name"),
+    [(np.zeros(3), "ndarray"), (np.float32(1), "float32"), (PaddedKVCacheInputs, "type")],
+)
+def test_what_is_no_record(step: Step, given: Any, name: str) -> None:
+    """Although it has `flatten` too."""
+    session, inputs, _ = step
+    with pytest.raises(BindingError, match=f"^cache: expected one device's .* got {name}$"):
+        session.run(inputs, given)
 
 
 def test_an_engine_over_the_session_of_another_artifact(compiled: Compiled, tmp_path: Path) -> None:

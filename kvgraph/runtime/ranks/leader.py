@@ -77,6 +77,9 @@ class LeaderSession(Session):
     def ranks(self) -> int:
         return self._group.size
 
+    def _address_of(self, array: Any) -> int:
+        return self._own._address_of(array)
+
     def allocate(self, symbol: TensorType, sizes: Mapping[str, int]) -> Buffer:
         rank = symbol.device.index
         if rank == 0:

@@ -16,7 +16,12 @@ import numpy.typing as npt
 
 from kvgraph.contract.dims import Array, TensorType
 from kvgraph.contract.host_memory import host_zeros
-from kvgraph.contract.inputs import Buffer, KVCacheInputs, ModelInputs
+from kvgraph.contract.inputs import (
+    Buffer,
+    KVCacheInputs,
+    KVCacheInputsInterface,
+    ModelInputs,
+)
 from kvgraph.contract.params import KVCacheParamInterface, KVCacheStrategy
 from kvgraph.contract.signature import LOGITS_INDICES, OWN_INPUTS, Typed
 from kvgraph.errors import ArtifactError, BindingError
@@ -181,7 +186,7 @@ class Session(ABC):
         if not isinstance(inputs, ModelInputs):
             raise BindingError(f"inputs: expected ModelInputs, got {type(inputs).__name__}")
         values: list[Any] = [inputs.tokens, inputs.input_row_offsets, inputs.logits_indices]
-        if isinstance(kv, np.ndarray) or not hasattr(kv, "flatten"):
+        if not isinstance(kv, KVCacheInputs | KVCacheInputsInterface) or isinstance(kv, type):
             raise BindingError(
                 f"cache: expected one device's runtime inputs of a manager, got {type(kv).__name__}"
             )
@@ -224,7 +229,8 @@ class Session(ABC):
 
     def _require_apart(self, arrays: Sequence[Any]) -> None:
         """Raise BindingError if two buffers share memory: a step writes to each of them."""
-        found = [(self._address_of(arrays[i]), arrays[i].nbytes, i) for i in self._buffers]
+        held = [i for i in self._buffers if arrays[i].nbytes]
+        found = [(self._address_of(arrays[i]), arrays[i].nbytes, i) for i in held]
         for (start, nbytes, one), (following, _, other) in pairwise(sorted(found)):
             if following < start + nbytes:
                 first, second = (self.signature.inputs[i].name for i in sorted((one, other)))
