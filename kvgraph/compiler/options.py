@@ -46,7 +46,7 @@ class CompileRequest:
 
     @property
     def float32(self) -> bool:
-        """Whether activations are float32 whatever the checkpoint's dtype. Packed weights on a CPU
+        """Whether activations are float32 for a checkpoint of any dtype. Packed weights on a CPU
         need float32 activations."""
         return self.support.float32 or (self.weights is not None and self.target.kind == "cpu")
 

@@ -1,4 +1,4 @@
-"""What a session may offer beside SessionInterface; a manager asks with isinstance.
+"""What a session may offer in addition to SessionInterface; a manager asks with isinstance.
 
 A session needs none of them if its pools are host memory.
 """

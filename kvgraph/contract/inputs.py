@@ -65,7 +65,7 @@ class KVCacheBufferInterface(Protocol):
 class SessionInterface(Protocol):
     """Source of a device's memory: a manager allocates buffers from it and never reads them.
 
-    What a session may offer besides is in `kvgraph/contract/abilities.py`.
+    What else a session may offer is in `kvgraph/contract/abilities.py`.
     """
 
     @property

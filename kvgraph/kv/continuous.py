@@ -15,9 +15,9 @@ from kvgraph.contract.params import (
 )
 from kvgraph.contract.synonyms import also_named
 from kvgraph.contract.values import require_integer
-from kvgraph.errors import CapacityError, ParamsError, UnsupportedError
+from kvgraph.errors import CapacityError, ParamsError
 from kvgraph.kv.paged import PagedKVCacheManager
-from kvgraph.kv.pool.leaf import require_params
+from kvgraph.kv.pool.leaf import require_params, require_plain
 from kvgraph.kv.pool.pages import PagePool
 from kvgraph.kv.pool.rows import Phase
 from kvgraph.kv.pool.slots import lowest, require_name, require_numbers
@@ -44,7 +44,7 @@ class ContinuousBatchingKVCacheManager(PagedKVCacheManager):
         *,
         enable_runtime_checks: bool = False,
     ) -> None:
-        _require_supported(params, is_ragged)
+        require_plain(params, "continuous", is_ragged=(is_ragged, True))
         max_batch_size = require_integer("max_batch_size", max_batch_size, ParamsError, least=1)
         max_seq_len = require_integer("max_seq_len", max_seq_len, ParamsError, least=1)
         own = replace(
@@ -128,19 +128,3 @@ class ContinuousBatchingKVCacheManager(PagedKVCacheManager):
 
     def _pool(self, replica_idx: int) -> PagePool:
         return self._pools(replica_idx, "replica_idx")[0]
-
-
-def _require_supported(params: KVCacheParams, is_ragged: bool) -> None:
-    if not isinstance(params, KVCacheParams):
-        raise ParamsError(
-            f"params: expected KVCacheParams for a continuous cache, got {type(params).__name__}"
-        )
-    for name, value, supported in (
-        ("enable_prefix_caching", params.enable_prefix_caching, False),
-        ("quantization", params.quantization, None),
-        ("is_ragged", is_ragged, True),
-    ):
-        if value != supported:
-            raise UnsupportedError(
-                f"{name}: expected {supported} for a continuous cache, got {value}"
-            )

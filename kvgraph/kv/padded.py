@@ -18,9 +18,9 @@ from kvgraph.contract.inputs import (
 )
 from kvgraph.contract.params import KVCacheParams, KVCacheStrategy
 from kvgraph.contract.symbols import PaddedKVCacheInputSymbols
-from kvgraph.errors import ParamsError, RequestError, UnsupportedError
+from kvgraph.errors import RequestError
 from kvgraph.kv.manager import KVCacheManager
-from kvgraph.kv.pool.leaf import allocate_buffer, require_params
+from kvgraph.kv.pool.leaf import allocate_buffer, require_params, require_plain
 from kvgraph.kv.requests import Batches, TextContext, require_steps
 
 
@@ -46,7 +46,7 @@ class PaddedKVCacheManager(KVCacheManager):
         session: SessionInterface | None = None,
         is_ragged: bool = False,
     ) -> None:
-        _require_supported(params, is_ragged)
+        require_plain(params, "padded", is_ragged=(is_ragged, False))
         padded = replace(params, cache_strategy=KVCacheStrategy.PADDED)
         super().__init__(padded, max_batch_size, max_seq_len, num_layers, devices, session)
         require_params(session, self.params)
@@ -138,17 +138,3 @@ def _record(k_cache: Buffer, v_cache: Buffer) -> PaddedKVCacheInputs:
         return Buffer("int32", (1,), HOST, np.zeros(1, np.int32))
 
     return PaddedKVCacheInputs(k_cache, v_cache, scalar(), scalar())
-
-
-def _require_supported(params: KVCacheParams, is_ragged: bool) -> None:
-    if not isinstance(params, KVCacheParams):
-        raise ParamsError(
-            f"params: expected KVCacheParams for a padded cache, got {type(params).__name__}"
-        )
-    for name, given, supported in (
-        ("enable_prefix_caching", params.enable_prefix_caching, False),
-        ("quantization", params.quantization, None),
-        ("is_ragged", is_ragged, False),
-    ):
-        if given != supported:
-            raise UnsupportedError(f"{name}: expected {supported} for a padded cache, got {given}")

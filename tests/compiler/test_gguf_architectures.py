@@ -218,11 +218,8 @@ def test_tokens_are_those_of_the_checkpoint(name: str, tmp_path: Path) -> None:
     model, path = make(name, tmp_path)
     prompt = [int(token) for token in np.random.default_rng(1).integers(3, 250, 90)]
     theirs = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
-    kvgraph.compile(path, tmp_path / "a.kvg", weights="fp32", page_size=16, check=False)
-    params = kvgraph.SamplingParams(max_new_tokens=8, ignore_eos=True)
-    with kvgraph.Engine(tmp_path / "a.kvg") as engine:
-        found = engine.generate([prompt], params)[0].token_ids
-    assert list(found) == greedy_tokens(theirs, prompt, 8)
+    found = gguf_files.greedy_tokens_of(path, tmp_path / "a.kvg", prompt, 8)
+    assert found == greedy_tokens(theirs, prompt, 8)
 
 
 @pytest.mark.parametrize(("kind", "layers"), [("gemma3", 62), ("gemma2", 46)])

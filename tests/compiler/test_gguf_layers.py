@@ -12,7 +12,6 @@ import tokenizers
 import torch
 import transformers
 
-import kvgraph
 from kvgraph.compiler.frontends.gguf import as_folder
 from tests.compiler.test_gguf_architectures import (
     OTHERWISE,
@@ -128,12 +127,9 @@ def test_tokens_are_those_of_transformers(name: str, tmp_path: Path) -> None:
     model = transformers.AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.float32, attn_implementation="eager"
     )
-    kvgraph.compile(path, tmp_path / "out", weights="fp32", page_size=16, check=False)
     prompt = [3 + 7 * i % 250 for i in range(60)]
-    greedy = kvgraph.SamplingParams(max_new_tokens=8, ignore_eos=True)
-    with kvgraph.Engine(tmp_path / "out", num_pages=32) as engine:
-        (done,) = engine.generate([prompt], greedy)
-    assert done.token_ids == greedy_tokens(model, prompt, 8)
+    found = gguf_files.greedy_tokens_of(path, tmp_path / "out", prompt, 8)
+    assert found == greedy_tokens(model, prompt, 8)
 
 
 WIDTHS = {"gemma4__feed_forward_length": [96, 96, 192, 96]}
@@ -179,8 +175,7 @@ SOFTMAX = {"expert_gating_func": 1}
 def test_fields_that_no_configuration_can_hold(
     name: str, fields: dict[str, Any], said: str, tmp_path: Path
 ) -> None:
-    kind = gguf_files.ARCHITECTURES[MODELS[name][0]]
-    _, path = make(name, tmp_path, **{f"{kind}__{field}": x for field, x in fields.items()})
+    _, path = make(name, tmp_path, **gguf_files.prefixed(MODELS[name][0], fields))
     assert said in refused(path)
 
 

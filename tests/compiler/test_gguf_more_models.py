@@ -122,12 +122,9 @@ def test_configuration_and_weights(name: str, tmp_path: Path) -> None:
 def test_tokens_are_those_of_transformers(name: str, tmp_path: Path) -> None:
     folder, path = make(name, tmp_path)
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    kvgraph.compile(path, tmp_path / "out", weights="fp32", page_size=16, check=False)
     prompt = [3 + 7 * i % 250 for i in range(60)]
-    greedy = kvgraph.SamplingParams(max_new_tokens=8, ignore_eos=True)
-    with kvgraph.Engine(tmp_path / "out", num_pages=32) as engine:
-        (done,) = engine.generate([prompt], greedy)
-    assert done.token_ids == greedy_tokens(model, prompt, 8)
+    found = gguf_files.greedy_tokens_of(path, tmp_path / "out", prompt, 8)
+    assert found == greedy_tokens(model, prompt, 8)
 
 
 @pytest.mark.parametrize("name", ["llama4", "granite shared", "hunyuan moe", "gpt2"])
@@ -186,8 +183,7 @@ def test_a_window_of_starcoder2(given: int, length: int | None, tmp_path: Path) 
 def test_fields_that_no_configuration_can_hold(
     name: str, fields: dict[str, Any], said: str, tmp_path: Path
 ) -> None:
-    kind = gguf_files.ARCHITECTURES[MODELS[name][0]]
-    _, path = make(name, tmp_path, **{f"{kind}__{field}": x for field, x in fields.items()})
+    _, path = make(name, tmp_path, **gguf_files.prefixed(MODELS[name][0], fields))
     assert said in refused(path)
 
 

@@ -39,6 +39,19 @@ def taught(seconds: Callable[[int, int], float], rng: random.Random) -> StepPace
     return pace
 
 
+def ratio_after(
+    steps: int, pace: StepPace, seconds: Callable[[int, int], float], rows: int, waiting: int
+) -> float:
+    """Time of a step with prompts against one without, after `steps` that the pace chose."""
+    for _ in range(steps):
+        chunk = pace.prompt_tokens(rows, waiting)
+        assert chunk is not None
+        pace.learn(rows, chunk, seconds(rows, chunk))
+    chunk = pace.prompt_tokens(rows, waiting)
+    assert chunk is not None
+    return seconds(rows, chunk) / seconds(rows, 0)
+
+
 @pytest.mark.parametrize("rows", [4, 16, 32])
 def test_a_step_with_a_prompt_takes_about_two_without(
     seconds: Callable[[int, int], float], rows: int
@@ -87,13 +100,7 @@ def test_the_time_of_many_more_rows_is_not_ascribed_to_prompts(
         pace.learn(rows, tokens, seconds(rows, tokens))
     assert pace.prompt_tokens(24, 8) == 0
     pace.learn(24, 0, seconds(24, 0))
-    for _ in range(6):
-        chunk = pace.prompt_tokens(24, 8)
-        assert chunk is not None
-        pace.learn(24, chunk, seconds(24, chunk))
-    chunk = pace.prompt_tokens(24, 8)
-    assert chunk is not None
-    assert 1.5 < seconds(24, chunk) / seconds(24, 0) < 3
+    assert 1.5 < ratio_after(6, pace, seconds, 24, 8) < 3
 
 
 def test_a_pause_in_the_first_step_of_many_rows_is_bounded() -> None:
@@ -151,13 +158,7 @@ def test_steps_without_prompts_are_measured_under_any_load(
     pace = taught(
         lambda rows, tokens: 5 * seconds(rows, 0) + seconds(rows, tokens), random.Random(3)
     )
-    for _ in range(300):
-        chunk = pace.prompt_tokens(8, 1)
-        assert chunk is not None
-        pace.learn(8, chunk, seconds(8, chunk))
-    chunk = pace.prompt_tokens(8, 1)
-    assert chunk is not None
-    assert 1.5 < seconds(8, chunk) / seconds(8, 0) < 3
+    assert 1.5 < ratio_after(300, pace, seconds, 8, 1) < 3
 
 
 def test_a_chunk_is_at_most_twice_the_one_before() -> None:

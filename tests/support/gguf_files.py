@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import load_file
 
+import kvgraph
 from tests.support import gguf_fields
 
 ARCHITECTURES = {
@@ -313,3 +314,16 @@ def _add(writer: Any, key: str, value: Any) -> None:
         writer.add_array(key, value)
     else:
         writer.add_key_value(key, value, gguf.GGUFValueType[kinds[type(value)]])
+
+
+def greedy_tokens_of(path: Path, out: Path, prompt: list[int], count: int) -> list[int]:
+    """The first greedy tokens after a prompt, by an artifact `out` that is made of a file."""
+    kvgraph.compile(path, out, weights="fp32", page_size=16, check=False)
+    params = kvgraph.SamplingParams(max_new_tokens=count, ignore_eos=True)
+    with kvgraph.Engine(out, num_pages=32) as engine:
+        return engine.generate([prompt], params)[0].token_ids
+
+
+def prefixed(architecture: str, fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields of a file by their keywords of `make`: each begins with the file's architecture."""
+    return {f"{ARCHITECTURES[architecture]}__{name}": value for name, value in fields.items()}

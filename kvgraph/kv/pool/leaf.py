@@ -20,7 +20,7 @@ from kvgraph.contract.symbols import (
     ContinuousBatchingKVCacheInputSymbols,
     PagedCacheInputSymbols,
 )
-from kvgraph.errors import BindingError, DeviceError
+from kvgraph.errors import BindingError, DeviceError, ParamsError, UnsupportedError
 from kvgraph.kv.pool.pages import PagePool
 from kvgraph.kv.pool.rows import Row
 
@@ -136,6 +136,22 @@ def require_params(session: SessionInterface | None, params: KVCacheParamInterfa
         session.require_params(params)
     for leaf in params.leaves.values():
         leaf.require_kernels()
+
+
+def require_plain(params: KVCacheParams, kind: str, *, is_ragged: tuple[bool, bool]) -> None:
+    """Raise ParamsError for a tree of caches, and UnsupportedError for what a cache without pages
+    lacks. `is_ragged`: the value given, and the one that a cache of this `kind` has."""
+    if not isinstance(params, KVCacheParams):
+        raise ParamsError(
+            f"params: expected KVCacheParams for a {kind} cache, got {type(params).__name__}"
+        )
+    for name, given, supported in (
+        ("enable_prefix_caching", params.enable_prefix_caching, False),
+        ("quantization", params.quantization, None),
+        ("is_ragged", *is_ragged),
+    ):
+        if given != supported:
+            raise UnsupportedError(f"{name}: expected {supported} for a {kind} cache, got {given}")
 
 
 def allocate_buffer(
