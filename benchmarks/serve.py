@@ -30,6 +30,7 @@ import argparse
 import asyncio
 import contextlib
 import json
+import operator
 import os
 import random
 import statistics
@@ -53,6 +54,9 @@ PARTS = ("streams", "first", "load", "overload", "soak")
 LONG_PROMPTS = (64, 512)
 TURNS, START_SECONDS, STREAMED = 4, 5, 3072
 """Of `overload`: turns, the seconds in which the streams' prompts run, tokens of a stream."""
+
+BLOCKS, BLOCK = 5, 9
+"""Of `first`: blocks of a repeat, requests of a block; the first two are not counted."""
 
 VOCAB: int = SHAPE["vocab_size"]
 
@@ -165,19 +169,24 @@ def together_timed(port: int, prompts: list[list[int]]) -> tuple[float, list[Ans
 
 
 def first(artifact: Path, rng: random.Random, repeats: int) -> dict[str, float]:
-    """In blocks of 20: a request right behind one of the other process finds the caches cold."""
+    """In blocks: a request right behind one of the other process finds the caches cold.
+
+    The processor's speed changes within seconds. So blocks are short, and `added ms` is the median
+    of the differences between blocks that follow each other.
+    """
     own, served = [], []
     with engine(artifact) as ask_engine, server(artifact) as (port, _):
-        for _ in range(repeats):
-            prompts = [prompts_of(rng, 1) for _ in range(44)]
-            block = [ask_engine(prompt)[0] * 1e3 for prompt in prompts[:22]]
-            own += block[2:]
-            answers = [run(together(port, prompt, 2))[0] for prompt in prompts[22:]]
-            served += [(answer.news[0] - answer.sent) * 1e3 for answer in answers[2:]]
+        for _ in range(BLOCKS * repeats):
+            prompts = [prompts_of(rng, 1) for _ in range(2 * BLOCK)]
+            times = [ask_engine(prompt)[0] * 1e3 for prompt in prompts[:BLOCK]]
+            own.append(statistics.median(times[2:]))
+            answers = [run(together(port, prompt, 2))[0] for prompt in prompts[BLOCK:]]
+            times = [(answer.news[0] - answer.sent) * 1e3 for answer in answers]
+            served.append(statistics.median(times[2:]))
     return {
         "engine ms": statistics.median(own),
         "server ms": statistics.median(served),
-        "added ms": statistics.median(served) - statistics.median(own),
+        "added ms": statistics.median(map(operator.sub, served, own)),
     }
 
 

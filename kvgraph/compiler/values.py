@@ -251,19 +251,27 @@ class Head(Derived):
 
 
 class Turned(Derived):
-    """The transpose of a matrix. It has a stored form if coded rows are the matrix's columns."""
+    """A matrix of another tensor: `rows` and `columns` are the dims that make each of its dims.
 
-    def __init__(self, source: Values) -> None:
-        super().__init__(source, source.shape[::-1])
+    By default the transpose of a matrix, which has a stored form if coded rows are its columns.
+    """
+
+    def __init__(
+        self, source: Values, rows: Sequence[int] = (1,), columns: Sequence[int] = (0,)
+    ) -> None:
+        sizes = [math.prod(source.shape[dim] for dim in dims) for dims in (rows, columns)]
+        super().__init__(source, sizes)
+        self._order = (*rows, *columns)
         self.is_coded_transposed = not source.is_coded_transposed
 
     def open(self) -> Rows:
-        whole = self._source.read()
-        return lambda start, stop: whole[:, start:stop].T.contiguous()
+        whole = self._source.read().permute(self._order)
+        whole = whole if whole.dim() == len(self.shape) else whole.reshape(self.shape)
+        return lambda start, stop: whole[start:stop].contiguous()
 
     @property
     def form(self) -> Form | None:
-        return None if self.is_coded_transposed else self._source.form
+        return self._source.form if self._order == (1, 0) and not self.is_coded_transposed else None
 
 
 @dataclass(frozen=True)

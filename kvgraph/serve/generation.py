@@ -23,7 +23,7 @@ from kvgraph.serve.sampling import ShapedParams, refusal
 from kvgraph.serve.shapes import refused_part
 
 
-class Runner(Protocol):
+class Submits(Protocol):
     """Runs requests: an AsyncEngine, or several."""
 
     @property
@@ -78,7 +78,7 @@ class Generation:
 
     def __init__(
         self,
-        runner: Runner,
+        runner: Submits,
         admission: Admission,
         metrics: Metrics,
         interval: int = 1,

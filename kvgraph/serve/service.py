@@ -21,7 +21,7 @@ from kvgraph.runtime.text import TextStream
 from kvgraph.serve.answers import Spelling
 from kvgraph.serve.errors import ServeError, require_vocabulary, too_long
 from kvgraph.serve.facts import EngineFacts, facts_of
-from kvgraph.serve.generation import Runner
+from kvgraph.serve.generation import Submits
 from kvgraph.serve.latency import keep_heap, make_behind, step_behind
 from kvgraph.serve.load import Admission, Load, LoadMeter
 from kvgraph.serve.metrics import Metrics
@@ -42,7 +42,7 @@ class Served:
     """A loaded engine or fleet, with all that the routes need of it."""
 
     prompts: Prompts
-    runner: Runner
+    runner: Submits
     facts: EngineFacts
     state: Callable[[], Awaitable[dict[str, object]]]
     """Returns the data on running requests for the page at /."""
@@ -182,7 +182,7 @@ class Service(ABC):
     def serve(
         self,
         prompts: Prompts,
-        runner: Runner,
+        runner: Submits,
         facts: EngineFacts,
         load: Callable[[], Load],
         state: Callable[[], Awaitable[dict[str, object]]],

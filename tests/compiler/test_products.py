@@ -33,6 +33,10 @@ class Products(nn.Module):
         self.compute = compute
         self.w, self.square = nn.Parameter(torch.randn(64, 48)), nn.Parameter(torch.randn(64, 64))
         self.b, self.stack = nn.Parameter(torch.randn(48)), nn.Parameter(torch.randn(5, 64, 48))
+        self.heads, self.out = (
+            nn.Parameter(torch.randn(64, 3, 16)),
+            nn.Parameter(torch.randn(4, 16, 64)),
+        )
         self.register_buffer("fixed", torch.randn(64, 48))
         self.to(dtype)
 
@@ -40,7 +44,7 @@ class Products(nn.Module):
         return self.compute(self, x)
 
 
-linear = nn.functional.linear
+linear, einsum = nn.functional.linear, torch.einsum
 
 # Name -> computation, and numbers of nodes and of stored weights that it becomes.
 TAKEN: dict[str, tuple[Compute, int, int]] = {
@@ -60,15 +64,39 @@ TAKEN: dict[str, tuple[Compute, int, int]] = {
     "both ways": (lambda m, x: (x @ m.square).relu() @ m.square.T, 2, 2),
     "twice": (lambda m, x: (x @ m.square).relu() @ m.square, 2, 1),
     "three of one input": (lambda m, x: (x @ m.w) * (x @ m.w + m.b) + x @ m.fixed, 1, 1),
+    "at the left": (lambda m, x: m.w.T @ x.T, 1, 1),
+    "einsum": (lambda m, x: einsum("th,hd->td", x, m.w) + m.b, 1, 1),
+    "einsum of a transpose": (lambda m, x: einsum("th,dh->td", x, m.w.T), 1, 1),
+    "einsum of a linear layer": (lambda m, x: einsum("ti,oi->to", x, m.square), 1, 1),
+    "einsum, weight first": (lambda m, x: einsum("hd,th->td", m.w, x), 1, 1),
+    "einsum, result turned": (lambda m, x: einsum("th,hd->dt", x, m.w), 1, 1),
+    "einsum without result": (lambda m, x: einsum("th,hz", x, m.w), 1, 1),
+    "einsum, three dims": (lambda m, x: einsum("bth,hd -> btd", x[None], m.w)[0], 1, 1),
+    "einsum, ellipsis": (lambda m, x: einsum("...h,hnd->...nd", x, m.heads), 1, 1),
+    "einsum to heads": (lambda m, x: einsum("th,hnd->tnd", x, m.heads), 1, 1),
+    "einsum to heads, turned": (lambda m, x: einsum("th,hnd->ntd", x, m.heads), 1, 1),
+    "einsum of heads": (lambda m, x: einsum("tnd,ndh->th", x.view(-1, 4, 16), m.out), 1, 1),
+    "einsum of turned heads": (lambda m, x: einsum("tdn,ndh->th", x.view(-1, 16, 4), m.out), 1, 1),
+    "tensordot": (lambda m, x: torch.tensordot(x, m.w, dims=1), 1, 1),
+    "tensordot of heads": (lambda m, x: torch.tensordot(x.view(-1, 4, 16), m.out, 2), 1, 1),
+    "tensordot, weight first": (lambda m, x: torch.tensordot(m.heads, x, ([0], [1])), 1, 1),
+    "heads as a matrix": (lambda m, x: x @ m.heads.reshape(64, 48), 1, 1),
+    "heads as a layer": (lambda m, x: linear(x, m.out.flatten(0, 1), None), 1, 1),
+    "heads in turn": (lambda m, x: linear(x, m.heads.permute(2, 1, 0).reshape(48, 64)), 1, 1),
     "also a table": (lambda m, x: x @ m.w + m.w[:5], 1, 1),
 }
 
 STAY: dict[str, tuple[Compute, str]] = {
     "a factor": (lambda m, x: torch.addmm(m.b, x, m.w, beta=2), "a sum without factors"),
     "a computed bias": (lambda m, x: torch.addmm(x[:, :48], x, m.w), "a bias of the model"),
-    "at the left": (lambda m, x: m.w.T @ x.T, "a weight of the model at the right"),
     "a stack": (lambda m, x: x @ m.stack, "a matrix, got 3 dims"),
-    "a computed weight": (lambda m, x: x @ (m.w * 2), "a weight of the model at the right"),
+    "a computed weight": (lambda m, x: x @ (m.w * 2), "a weight of the model, got a computed one"),
+    "a product of weights": (lambda m, x: x + (m.w @ m.w.T)[:5], "rows and a weight"),
+    "a sum over rows": (lambda m, x: einsum("th,hd->d", x, m.w), "a result with all dims"),
+    "a shared dim": (lambda m, x: einsum("th,hd->thd", x, m.w), "a result with all dims"),
+    "a vector": (lambda m, x: einsum("th,h->t", x, m.square[0]), "a weight of the model"),
+    "a diagonal": (lambda m, x: einsum("th,hh->t", x, m.square), "a product"),
+    "three factors": (lambda m, x: einsum("th,hd,d->td", x, m.w, m.b), "two operands, got 3"),
 }
 
 

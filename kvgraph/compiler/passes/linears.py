@@ -10,6 +10,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Container, Hashable
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from torch.export import ExportedProgram
@@ -35,7 +36,7 @@ from kvgraph.compiler.passes.parameters import (
     name_outputs,
     stored_of,
 )
-from kvgraph.compiler.passes.products import turn_products, weight_of
+from kvgraph.compiler.passes.products import StoredWeight, turn_products, weight_of
 from kvgraph.compiler.values import Turned, Values, in_groups
 from kvgraph.compiler.weights import Weights
 from kvgraph.ops import torch_ops
@@ -55,12 +56,18 @@ class Layer:
     """A linear layer of a weight `[outputs, inputs]`, or one of two halves of its rows."""
 
     node: Node
-    name: str
-    weight: torch.Tensor
+    stored: StoredWeight
     bias: tuple[str, torch.Tensor] | None
     half: int | None = None
-    is_transposed: bool = False
-    """Whether the weight is the transpose of the stored one."""
+
+    @property
+    def name(self) -> str:
+        """The name of the stored weight."""
+        return self.stored.name
+
+    @cached_property
+    def weight(self) -> torch.Tensor:
+        return self.stored.matrix()
 
     @property
     def features(self) -> int:
@@ -89,9 +96,8 @@ class Layer:
 
     def source(self, weights: Weights) -> Values:
         """The source of the whole weight's values, in float32."""
-        if self.is_transposed:
-            return Turned(weights.values(self.name, self.weight.T, torch.float32))
-        return weights.values(self.name, self.weight, torch.float32)
+        source = weights.values(self.name, self.stored.tensor, torch.float32)
+        return source if self.stored.is_plain else Turned(source, *self.stored.dims)
 
 
 @dataclass
@@ -120,7 +126,7 @@ class Group:
     def parts(self) -> tuple[Hashable, ...]:
         """A key that is equal for nodes with the same packed weights."""
         layers = (
-            (one.name, one.half, one.is_transposed, one.bias and one.bias[0]) for one in self.layers
+            (one.name, one.half, one.stored.dims, one.bias and one.bias[0]) for one in self.layers
         )
         return (*layers, self.gated is not None)
 
@@ -197,8 +203,7 @@ def _layer(program: ExportedProgram, node: Node, kinds: Container[torch.dtype]) 
     found = weight_of(program, node.args[1])
     expect(found is not None, "expected a weight of the model, got a computed one")
     assert found is not None
-    name, weight, is_transposed = found
-    rank = weight.dim()
+    rank = len(found.dims)
     expect(rank == 2, f"expected a matrix of weights, got {rank} dims")
     given = node.args[2] if len(node.args) > 2 else None
     bias = held(program, given)
@@ -209,8 +214,7 @@ def _layer(program: ExportedProgram, node: Node, kinds: Container[torch.dtype]) 
     )
     expect(value(node).dtype in kinds, f"expected float32, got {value(node).dtype}")
     expect(not _routes(node), "a router, which keeps its weights")
-    own = weight.detach().T if is_transposed else weight.detach()
-    return Layer(node, name, own, bias, is_transposed=is_transposed)
+    return Layer(node, found, bias)
 
 
 def _routes(node: Node) -> bool:

@@ -1,17 +1,24 @@
 """Turn products with a weight of the model into linear layers, for the passes that pack weights.
 
-`x @ weight` with a weight stored as `[inputs, outputs]` (transformers' Conv1D) and `x @ weight.T`
-become aten.linear, together with a bias that is added. A weight `[inputs, outputs]` is an operand
-of aten.linear through a transpose.
+A product sums over dims of rows and of a weight: `x @ weight` (transformers' Conv1D), `x @
+weight.T`, torch.einsum and torch.tensordot. It becomes aten.linear, together with a bias that is
+added. The weight is then an operand `[outputs, inputs]` through transposes and reshapes.
 """
 
 from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import chain
 
 import torch
 from torch.export import ExportedProgram
 from torch.fx import Node
 
 from kvgraph.compiler.passes.operands import (
+    VIEWS,
     UnmatchedError,
     add_call,
     any_node,
@@ -24,21 +31,65 @@ from kvgraph.compiler.passes.operands import (
 from kvgraph.compiler.passes.parameters import held
 
 aten = torch.ops.aten
-PRODUCTS = (aten.matmul.default, aten.mm.default, aten.addmm.default)
-TRANSPOSES = (
-    aten.t.default,
-    aten.numpy_T.default,
-    aten.mT.default,
-    aten.transpose.int,
-    aten.permute.default,
-)
+MATMULS = (aten.matmul.default, aten.mm.default, aten.addmm.default)
+PRODUCTS = (*MATMULS, aten.einsum.default, aten.tensordot.default)
+REVERSALS = (aten.t.default, aten.numpy_T.default)
+RESHAPES = (*VIEWS, aten.flatten.using_ints)
+
+Labels = Sequence[object]
+"""A label for each dim of a tensor; equal labels of two operands are one dim of their product."""
+
+
+@dataclass(frozen=True)
+class StoredWeight:
+    """A weight of the model, seen through transposes and reshapes.
+
+    `dims`: for each dim of what is seen, the dims of the stored tensor that it joins, in order.
+    """
+
+    node: Node
+    name: str
+    tensor: torch.Tensor
+    dims: tuple[tuple[int, ...], ...]
+
+    @property
+    def order(self) -> tuple[int, ...]:
+        return tuple(chain.from_iterable(self.dims))
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the stored tensor is what is seen."""
+        return self.dims == tuple((dim,) for dim in range(self.tensor.dim()))
+
+    def turned(self, order: Sequence[int]) -> StoredWeight:
+        return StoredWeight(self.node, self.name, self.tensor, tuple(self.dims[i] for i in order))
+
+    def joined(self, shape: Sequence[int]) -> StoredWeight | None:
+        """What is seen as `shape`, which joins dims that follow each other; None for others."""
+        left, dims = list(self.dims), []
+        for size in shape:
+            group: tuple[int, ...] = ()
+            while left and (self._size(group) < size or not group):
+                group += left.pop(0)
+            if self._size(group) != size:
+                return None
+            dims.append(group)
+        return None if left else StoredWeight(self.node, self.name, self.tensor, tuple(dims))
+
+    def matrix(self) -> torch.Tensor:
+        """`[outputs, inputs]`, of a weight with two dims."""
+        sizes = [self._size(group) for group in self.dims]
+        return self.tensor.detach().permute(self.order).reshape(sizes)
+
+    def _size(self, group: Sequence[int]) -> int:
+        return math.prod(self.tensor.shape[dim] for dim in group)
 
 
 def turn_products(program: ExportedProgram) -> list[str]:
     """Rewrite `program` in place. Return a sentence for each product with a weight that stays."""
     unmatched = []
     for node in list(program.graph.nodes):
-        if node.target in PRODUCTS and any(_of_weight(program, x) for x in node.args):
+        if node.target in PRODUCTS and any(_of_weight(program, x) for x in node.all_input_nodes):
             try:
                 _turn(program, node)
             except UnmatchedError as why:
@@ -46,54 +97,134 @@ def turn_products(program: ExportedProgram) -> list[str]:
     return unmatched
 
 
-def weight_of(program: ExportedProgram, node: object) -> tuple[str, torch.Tensor, bool] | None:
-    """Name and tensor of a weight of the model, and whether `node` is its transpose.
-
-    None if `node` is neither a weight nor the transpose of a matrix.
-    """
+def weight_of(program: ExportedProgram, node: object) -> StoredWeight | None:
+    """The weight of the model that `node` is, or of which it is a transpose or a reshape."""
+    if not isinstance(node, Node):
+        return None
     if (found := held(program, node)) is not None:
-        return *found, False
-    if isinstance(node, Node) and _is_transpose(node):
-        found = held(program, node.args[0])
-    return None if found is None else (*found, True)
+        return StoredWeight(node, *found, tuple((dim,) for dim in range(found[1].dim())))
+    if not node.args or (source := weight_of(program, node.args[0])) is None:
+        return None
+    if node.target in RESHAPES:
+        return source.joined(value(node).shape)
+    order = _order(node, len(source.dims))
+    return None if order is None else source.turned(order)
 
 
-def _is_transpose(node: Node) -> bool:
-    """Whether `node` swaps the two dims of a matrix."""
-    if node.target not in TRANSPOSES:
-        return False
-    made, given = value(node), value(any_node(node.args[0], "a matrix"))
-    turned = given.shape[::-1], given.stride()[::-1]
-    return made.dim() == 2 and (made.shape, made.stride()) == turned
+def _order(node: Node, rank: int) -> list[int] | None:
+    """The dims of its operand that `node` has, if it is a transpose; else None."""
+    dims = list(range(rank))
+    if node.target in REVERSALS:
+        return dims[::-1]
+    if node.target is aten.permute.default:
+        return [dims[i] for i in node.args[1]]  # type: ignore[union-attr, index]
+    if node.target in (aten.transpose.int, aten.mT.default):
+        a, b = node.args[1:] or (-2, -1)
+        dims[a], dims[b] = dims[b], dims[a]  # type: ignore[index]
+        return dims
+    return None
 
 
-def _of_weight(program: ExportedProgram, node: object) -> bool:
+def _of_weight(program: ExportedProgram, node: Node) -> bool:
     """Whether `node` is a weight of the model, or is computed directly from one."""
-    source = node.args[0] if isinstance(node, Node) and node.args else node
-    return any(held(program, x) is not None for x in (node, source))
+    return any(held(program, x) is not None for x in (node, *node.args[:1]))
 
 
 def _turn(program: ExportedProgram, product: Node) -> None:
-    *added, rows, factor = product.args
-    x, columns = any_node(rows, "rows"), any_node(factor, "a weight")
-    found = weight_of(program, columns)
-    expect(found is not None, "expected a weight of the model at the right, got a computed one")
-    assert found is not None
-    expect(value(columns).dim() == 2, f"expected a matrix, got {value(columns).dim()} dims")
-    expect(held(program, x) is None and value(x).dim() > 1, "expected rows at the left")
-    expect(not product.kwargs, "expected a sum without factors")
-    last, bias = product, added[0] if added else None
-    if added:
+    (a, b), labels, result = _labels(product)
+    if weight_of(program, b) is None:
+        a, b, labels = b, a, labels[::-1]
+    weight = weight_of(program, b)
+    expect(weight is not None, "expected a weight of the model, got a computed one")
+    assert weight is not None
+    expect(weight_of(program, a) is None and value(a).dim() > 1, "expected rows and a weight")
+    inputs = [each for each in labels[0] if each in labels[1]]
+    kept = [each for each in labels[0] if each not in inputs]
+    outputs = [each for each in labels[1] if each not in inputs]
+    expect(max(Counter(chain(*labels)).values()) <= 2 and len(inputs) > 0, "expected a product")
+    expect(
+        Counter(result) == Counter(kept + outputs) and bool(outputs),
+        "expected a result with all dims that the operands do not share",
+    )
+    graph, last, bias = product.graph, product, None
+    if product.target is aten.addmm.default:
+        bias = any_node(product.args[0], "a bias")
+        expect(not product.kwargs, "expected a sum without factors")
         expect(_is_bias(program, bias, product), "expected a bias of the model")
-    else:
+    elif len(outputs) == 1 and result[-1] == outputs[0]:
         last, bias = _with_bias(program, product)
-    graph = product.graph
     with graph.inserting_before(last):
-        _, _, is_transpose = found
-        weight = columns.args[0] if is_transpose else add_call(graph, aten.t.default, columns)
-        layer = add_call(graph, aten.linear.default, x, weight, bias)
+        x = _matrix(a, labels[0], kept, [inputs])
+        made = weight.turned([labels[1].index(each) for each in outputs + inputs])
+        is_stored = made.is_plain and len(made.dims) == 2
+        w = made.node if is_stored else _matrix(b, labels[1], [], [outputs, inputs])
+        layer = add_call(graph, aten.linear.default, x, w, bias)
+        if len(outputs) > 1:
+            sizes = [value(b).shape[labels[1].index(each)] for each in outputs]
+            layer = add_call(graph, aten.unflatten.int, layer, -1, sizes)
+        layer = _permuted(layer, kept + outputs, result)
     last.replace_all_uses_with(layer)
     erase_unused(last)
+
+
+def _labels(product: Node) -> tuple[tuple[Node, Node], tuple[Labels, Labels], Labels]:
+    """The two operands of a product, their labels and those of the result."""
+    if product.target is aten.einsum.default:
+        operands = product.args[1]
+        assert isinstance(operands, Sequence)
+        expect(len(operands) == 2, f"expected two operands, got {len(operands)}")
+        a, b = (any_node(each, "an operand") for each in operands)
+        return (a, b), *_einsum_labels(str(product.args[0]), value(a).dim(), value(b).dim())
+    if product.target is aten.tensordot.default:
+        a, b = (any_node(each, "an operand") for each in product.args[:2])
+        ranks, (ours, theirs) = (value(a).dim(), value(b).dim()), product.args[2:]
+        first: list[object] = [f"a{dim}" for dim in range(ranks[0])]
+        second: list[object] = [f"b{dim}" for dim in range(ranks[1])]
+        for i, j in zip(ours, theirs, strict=True):  # type: ignore[arg-type]
+            second[j] = first[i]
+        return (a, b), (first, second), [x for x in first + second if (x in first) != (x in second)]
+    a, b = (any_node(each, "an operand") for each in product.args[-2:])
+    rank, found = value(a).dim(), value(b).dim()
+    expect(found == 2, f"expected a matrix, got {found} dims")
+    first = [*range(rank)]
+    return (a, b), (first, [rank - 1, rank]), [*first[:-1], rank]
+
+
+def _einsum_labels(equation: str, *ranks: int) -> tuple[tuple[Labels, Labels], Labels]:
+    """Labels of a valid equation of two operands; those of an ellipsis are numbers."""
+    given, arrow, result = equation.replace(" ", "").partition("->")
+    parts = given.split(",")
+    counts = [rank - len(part.replace("...", "")) for part, rank in zip(parts, ranks, strict=True)]
+    most = max([0, *(n for n, part in zip(counts, parts, strict=True) if "..." in part)])
+    if not arrow:
+        once = [x for x, n in Counter(given).items() if x.isalpha() and n == 1]
+        result = "..." + "".join(sorted(once))
+
+    def spread(part: str, count: int) -> Labels:
+        before, dots, after = part.partition("...")
+        return [*before, *(range(most - count, most) if dots else ()), *after]
+
+    first, second = (spread(part, count) for part, count in zip(parts, counts, strict=True))
+    return (first, second), spread(result, most)
+
+
+def _matrix(node: Node, labels: Labels, kept: Labels, joined: Sequence[Labels]) -> Node:
+    """`node` with the dims `kept`, and then one for each group of `joined` dims."""
+    node = _permuted(node, labels, [*kept, *chain.from_iterable(joined)])
+    at = len(kept)
+    for group in joined:
+        if len(group) > 1:
+            node = add_call(node.graph, aten.flatten.using_ints, node, at, at + len(group) - 1)
+        at += 1
+    return node
+
+
+def _permuted(node: Node, labels: Labels, order: Labels) -> Node:
+    if list(labels) == list(order):
+        return node
+    return add_call(
+        node.graph, aten.permute.default, node, [list(labels).index(each) for each in order]
+    )
 
 
 def _with_bias(program: ExportedProgram, product: Node) -> tuple[Node, Node | None]:

@@ -40,7 +40,7 @@ class Arrival(NamedTuple):
     digest: bytes
 
 
-class Load(NamedTuple):
+class PageLoad(NamedTuple):
     """Pages that a row waits for; after the load the row's first `hit` pages have known content.
 
     The row holds the pages; they are pinned until the caller unpins them.
@@ -118,13 +118,13 @@ class Replica:
             for leaf, cost in zip(self.leaves, costs, strict=True)
         )
 
-    def apply(self, plan: AllocPlan) -> list[Load]:
+    def apply(self, plan: AllocPlan) -> list[PageLoad]:
         """Carry out a plan and return the loads to start. Cannot fail. All hits are held before
         fresh pages are taken, so that no row reallocates them."""
         for one in plan.rows:
             if one.row.phase is CLAIMED:
                 self._open(one)
-        loads: list[Load] = []
+        loads: list[PageLoad] = []
         for one in plan.rows:
             load = self._extend(one)
             if load is not None:
@@ -158,7 +158,7 @@ class Replica:
         if not plan.loads:
             self._count_hit(hit, served)
 
-    def _extend(self, plan: RowPlan) -> Load | None:
+    def _extend(self, plan: RowPlan) -> PageLoad | None:
         ctx, row = plan.ctx, plan.row
         fresh = plan.num_pages - row.num_pages
         if fresh or plan.hit:
@@ -183,7 +183,7 @@ class Replica:
 
     # -- loads
 
-    def _take_for_load(self, plan: RowPlan) -> Load:
+    def _take_for_load(self, plan: RowPlan) -> PageLoad:
         row, arrivals = plan.row, list[Arrival]()
         row.committed = min(positions[0] for positions in plan.loads if positions)
         for i, (leaf, positions) in enumerate(zip(self.leaves, plan.loads, strict=True)):
@@ -193,9 +193,9 @@ class Replica:
                 self._point(row, i, at, page)
                 arrivals.append(Arrival(i, at, page, row.digests[at]))
         row.enter(LOADING, self.settings)
-        return Load(plan.ctx, row, plan.hit, arrivals)
+        return PageLoad(plan.ctx, row, plan.hit, arrivals)
 
-    def land(self, load: Load) -> None:
+    def land(self, load: PageLoad) -> None:
         """Finish a load: publish its pages, which hold their content, and let the row run."""
         row, hit = load.row, load.hit
         stored = []
@@ -211,7 +211,7 @@ class Replica:
         row.enter(ALLOCATED, self.settings)
         self._count_hit(hit, sum(hit - passed for passed in row.passed) - len(load.arrivals))
 
-    def adopt(self, load: Load, landed: int) -> None:
+    def adopt(self, load: PageLoad, landed: int) -> None:
         """Publish the first `landed` pages of a load; its row holds no pages any more."""
         stored = [
             (i, at)
@@ -221,7 +221,7 @@ class Replica:
         for i, at in reversed(stored):
             self._note(i, load.ctx, load.row, at)
 
-    def roll_back(self, load: Load, landed: int) -> None:
+    def roll_back(self, load: PageLoad, landed: int) -> None:
         """Undo a failed load: the row owns no page, as after `claim`. The first `landed` pages
         become cached."""
         row = load.row

@@ -16,7 +16,7 @@ from typing import TypeVar
 
 from kvgraph.errors import InsufficientPagesError
 from kvgraph.kv.metrics import KVCacheMetrics
-from kvgraph.kv.pool.replica import Committed, Load, Replica
+from kvgraph.kv.pool.replica import Committed, PageLoad, Replica
 from kvgraph.kv.pool.rows import Phase, Row
 from kvgraph.kv.requests import RequestID, TextContext
 from kvgraph.kv.tiers.connector import Connector, Move, Transfer
@@ -32,7 +32,7 @@ class Loading:
 
     __slots__ = ("epoch", "is_released", "load", "replica", "transfer")
 
-    def __init__(self, replica: Replica, load: Load, transfer: Transfer) -> None:
+    def __init__(self, replica: Replica, load: PageLoad, transfer: Transfer) -> None:
         self.replica = replica
         self.epoch = replica.prefixes.epoch
         self.load = load
@@ -156,7 +156,7 @@ class TierBridge:
 
     # -- loads
 
-    def start(self, replica_idx: int, loads: Sequence[Load]) -> None:
+    def start(self, replica_idx: int, loads: Sequence[PageLoad]) -> None:
         """Start the loads that `Replica.apply` returned."""
         for load in loads:
             moves = [
