@@ -31,6 +31,7 @@ from kvgraph.compiler.quiet import first_line, quiet_loggers
 from kvgraph.compiler.sources import place
 from kvgraph.compiler.targets import ONNX_NAME, WEIGHTS_NAME, Lowered
 from kvgraph.compiler.targets.core_aten import to_core_aten
+from kvgraph.compiler.targets.onnx_constants import kept_constants
 from kvgraph.compiler.targets.weights import write_safetensors
 from kvgraph.compiler.traced import Traced
 from kvgraph.compiler.weights import Weights
@@ -136,7 +137,8 @@ def _translate(program: ExportedProgram, signature: GraphSignature, weights: Wei
         if weights.has(name):
             value.const_value = _later(value, weights)
     try:
-        translated.optimize()
+        with kept_constants(translated.model):
+            translated.optimize()
     except ir.passes.PassError as error:  # a weight that the optimiser read may be damaged
         cause: BaseException | None = error
         while cause is not None and not isinstance(cause, KVGraphError):
