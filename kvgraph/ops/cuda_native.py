@@ -85,12 +85,6 @@ class Launcher:
         self._launch = self.dll.kvg_cuda_launch
         self._launch.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
 
-    def driver_version(self) -> tuple[int, int]:
-        """The newest CUDA version that the driver supports, such as (13, 0)."""
-        version = ctypes.c_int32()
-        self._call("driver_version", ctypes.byref(version))
-        return version.value // 1000, version.value % 1000 // 10
-
     def device_count(self) -> int:
         """Number of devices; 0 if there is a driver but no device."""
         count = ctypes.c_int32()
@@ -152,7 +146,6 @@ class Launcher:
         *,
         num_warps: int,
         shared_bytes: int = 0,
-        cluster: tuple[int, int, int] = (1, 1, 1),
     ) -> Kernel:
         """Find a function and allow its shared memory, so that a launch needs no other call.
 
@@ -164,7 +157,7 @@ class Launcher:
         memory = ctypes.c_char * (packing.size + MESSAGE_BYTES)
         name_bytes = ctypes.create_string_buffer(name.encode())
         values = [LAUNCH_ABI_VERSION, LAUNCH.size, module.handle, ctypes.addressof(name_bytes), 0]
-        values += [len(kinds), 1, 1, 1, *cluster, num_warps, shared_bytes, 0]
+        values += [len(kinds), 1, 1, 1, 0, 0, 0, num_warps, shared_bytes, 0]
         for number, alignment, _ in kinds:
             values += [number, alignment, 0]
         kernel = Kernel(name, tuple(parameters), values, packing, memory, name_bytes)

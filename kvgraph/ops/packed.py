@@ -139,13 +139,15 @@ def unpack(weight: Array, group_bytes: Array | None, bits: int) -> Array:
 
 
 def quantize_rows(x_MK: Array) -> tuple[Array, Array]:
-    """int8 rows and their scales `max|x| / 127`; the scale is NaN for a row that is not finite."""
+    """int8 rows and their scales `max|x| / 127`; the scale is NaN for a row that is not finite.
+    Rows of numbers so small that the scale has no finite inverse are stored as zeros."""
     x_MK = x_MK.astype(np.float32)
     finite_M1 = np.isfinite(x_MK).all(-1, keepdims=True)
     clean_MK = np.where(finite_M1, x_MK, np.float32(0))
     largest_M1 = np.abs(clean_MK).max(-1, keepdims=True, initial=0)
     with np.errstate(divide="ignore", over="ignore"):
-        inverse_M1 = np.where(largest_M1 > 0, np.float32(127) / largest_M1, np.float32(0))
+        inverse_M1 = np.float32(127) / largest_M1
+    inverse_M1 = np.where(np.isfinite(inverse_M1), inverse_M1, np.float32(0))
     stored_MK = np.rint(clean_MK * inverse_M1).astype(np.int8)
     return stored_MK, np.where(finite_M1, largest_M1 / np.float32(127), np.float32(np.nan))
 

@@ -15,7 +15,6 @@ constexpr uint32_t kApiVersion = 21;  // requested version; runtimes from 1.21 o
 constexpr int kOldestMinor = 28;
 
 struct Status;
-struct Session;
 struct SessionOptions;
 struct CustomOpDomain;
 struct Value;
@@ -26,11 +25,10 @@ struct ShapeContext;
 struct OpAttribute;
 struct MemoryInfo;
 
-using Logger = void;
-
 enum ElementType : int32_t {
   kUndefined = 0,
   kFloat = 1,
+  kUint8 = 2,
   kInt8 = 3,
   kInt32 = 6,
   kFloat16 = 10,

@@ -2,22 +2,11 @@
 
 #include <algorithm>
 #include <cmath>
-#include <cstdarg>
-#include <cstdio>
 #include <cstring>
 
 #include "cpu/kernels.h"
 
 namespace kvg {
-
-void refuse(const char* format, ...) {
-  char sentence[512];
-  va_list arguments;
-  va_start(arguments, format);
-  std::vsnprintf(sentence, sizeof sentence, format, arguments);
-  va_end(arguments);
-  throw Refusal(sentence);
-}
 
 void require_data(const char* op, const char* field, const void* pointer, size_t count,
                   size_t alignment) {
@@ -51,10 +40,6 @@ float Operands::finite(int attribute) const {
 float Operands::at_least_0(int attribute) const {
   return narrowed(*this, attribute, "at least 0, and finite in float32",
                   [](float x) { return x >= 0 && std::isfinite(x); });
-}
-
-void say(const char* sentence, char* message, size_t message_size) {
-  if (message && message_size) std::snprintf(message, message_size, "%s", sentence);
 }
 
 namespace {
@@ -177,12 +162,7 @@ struct Walk {
     const kvg_tensor& input = call.operands[spec.alias];
     if (input.dtype == 0)
       refuse("%s: %s: expected none, as %s is left out", op.name, spec.name, source.name);
-    const void* given = call.operands[index].data;
-    if (given && given != input.data)
-      refuse(
-          "%s: %s: expected the address of %s %p, got %p: bind one buffer to both, a copy of the "
-          "pool is never made",
-          op.name, spec.name, source.name, input.data, given);
+    check_alias(op, index, call.operands);
   }
 };
 

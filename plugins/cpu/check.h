@@ -2,21 +2,10 @@
 #pragma once
 
 #include <cstdint>
-#include <exception>
-#include <new>
-#include <stdexcept>
-#include <string>
 
-#include "kvgraph/abi.h"
+#include "common/base.h"
 
 namespace kvg {
-
-// An exception with the sentence with which an op refuses its operands.
-struct Refusal : std::runtime_error {
-  using std::runtime_error::runtime_error;
-};
-
-[[noreturn]] __attribute__((format(printf, 1, 2))) void refuse(const char* format, ...);
 
 // Refuses a null pointer to `count` numbers or records, unless `count` is 0, and an address that is
 // no multiple of `alignment`.
@@ -86,26 +75,5 @@ struct Pool {
 // Returns the pool after it checked layer, kinds and scales. `v_head_dim`: the width of V's rows.
 Pool check_pool(const Operands& in, int kv_blocks, int kv_scales, int64_t layer,
                 int64_t v_head_dim);
-
-// Runs an entry point's body. Returns 0, or 1 with the refusal's sentence in `message`.
-template <class Body>
-int32_t entry(char* message, size_t message_size, Body&& body);
-
-void say(const char* sentence, char* message, size_t message_size);
-
-template <class Body>
-int32_t entry(char* message, size_t message_size, Body&& body) {
-  try {
-    body();
-    return 0;
-  } catch (const std::bad_alloc&) {
-    say("memory: expected enough for this call, got no more from the system", message,
-        message_size);
-    return 1;
-  } catch (const std::exception& error) {
-    say(error.what(), message, message_size);
-    return 1;
-  }
-}
 
 }  // namespace kvg

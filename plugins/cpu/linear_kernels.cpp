@@ -299,9 +299,11 @@ void prepare_byte(int64_t bits, const float* x, int64_t width, int64_t depth, ch
   }
   const bool finite = most < kFloatInf;
   *scale = float_of(finite ? most : kFloatNaN) / 127.0f;
-  const float inverse = most > 0 && finite ? 127.0f / float_of(most) : 0.0f;
+  const float inverse = 127.0f / float_of(most);
+  // Numbers so small that the inverse is infinite count as zeros.
+  const bool counts = finite && bits_of(inverse) < kFloatInf;
   const auto rounded = [&](int64_t k) {
-    const float exact = finite ? x[k] * inverse : 0.0f;
+    const float exact = counts ? x[k] * inverse : 0.0f;
     // In a thread that rounds upward the largest one is above 127.
     return static_cast<int32_t>(std::nearbyintf(exact < 127.0f ? exact : 127.0f));
   };

@@ -9,8 +9,6 @@
 
 namespace kvg {
 
-inline int64_t ceildiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
-
 // How weights are stored: fields of a Linear.
 struct Form {
   int64_t bits, group, codes;

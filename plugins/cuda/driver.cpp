@@ -3,7 +3,6 @@
 #include <dlfcn.h>
 
 #include <atomic>
-#include <cstring>
 #include <memory>
 #include <mutex>
 
@@ -19,7 +18,7 @@ std::atomic<bool> g_initialised{false};
 template <class Function>
 void find(void* library, const char* name, Function& function) {
   function = reinterpret_cast<Function>(dlsym(library, name));
-  if (!function && std::strcmp(name, "cuLaunchKernelEx") != 0)
+  if (!function)
     refuse(KVG_DEVICE, "%s: expected the entry point %s, got none: update the NVIDIA driver",
            kLibrary, name);
 }

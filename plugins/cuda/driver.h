@@ -5,7 +5,7 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "cuda/refuse.h"
+#include "common/base.h"
 
 namespace kvg::cuda {
 
@@ -27,48 +27,26 @@ enum DeviceAttribute : int32_t {
 enum FunctionAttribute : int32_t { kMaxDynamicShared = 8 };
 constexpr int32_t kPreferShared = 1;  // CUfunc_cache
 
-struct LaunchAttribute {
-  int32_t id;
-  int32_t padding;
-  union {
-    char whole[64];
-    uint32_t cluster[3];
-  } value;
-};
-constexpr int32_t kClusterDimension = 4;
-
-struct LaunchConfig {
-  uint32_t grid[3], block[3];
-  uint32_t shared_bytes;
-  Stream* stream;
-  LaunchAttribute* attributes;
-  uint32_t num_attributes;
-};
-static_assert(sizeof(LaunchAttribute) == 72 && offsetof(LaunchAttribute, value) == 8, "its layout");
-static_assert(sizeof(void*) != 8 || (sizeof(LaunchConfig) == 56 && offsetof(LaunchConfig, stream) == 32),
-              "its layout");
-
-// The entry points by their exported names. cuLaunchKernelEx may be missing (CUDA 11.8 added it).
-#define KVG_DRIVER_ENTRIES(X)                                                                  \
-  X(cuInit, (uint32_t))                                                                        \
-  X(cuDriverGetVersion, (int32_t*))                                                            \
-  X(cuGetErrorName, (Result, const char**))                                                    \
-  X(cuGetErrorString, (Result, const char**))                                                  \
-  X(cuDeviceGetCount, (int32_t*))                                                              \
-  X(cuDeviceGet, (Device*, int32_t))                                                           \
-  X(cuDeviceGetAttribute, (int32_t*, DeviceAttribute, Device))                                 \
-  X(cuDevicePrimaryCtxRetain, (Context**, Device))                                             \
-  X(cuCtxGetCurrent, (Context**))                                                              \
-  X(cuCtxGetDevice, (Device*))                                                                 \
-  X(cuCtxPushCurrent_v2, (Context*))                                                           \
-  X(cuCtxPopCurrent_v2, (Context**))                                                           \
-  X(cuModuleLoadData, (DriverModule**, const void*))                                           \
-  X(cuModuleGetFunction, (DriverFunction**, DriverModule*, const char*))                       \
-  X(cuFuncSetAttribute, (DriverFunction*, FunctionAttribute, int32_t))                         \
-  X(cuFuncSetCacheConfig, (DriverFunction*, int32_t))                                          \
-  X(cuLaunchKernel, (DriverFunction*, uint32_t, uint32_t, uint32_t, uint32_t, uint32_t,        \
-                     uint32_t, uint32_t, Stream*, void**, void**))                             \
-  X(cuLaunchKernelEx, (const LaunchConfig*, DriverFunction*, void**, void**))
+// The entry points by their exported names.
+#define KVG_DRIVER_ENTRIES(X)                                                                     \
+  X(cuInit, (uint32_t))                                                                           \
+  X(cuDriverGetVersion, (int32_t*))                                                               \
+  X(cuGetErrorName, (Result, const char**))                                                       \
+  X(cuGetErrorString, (Result, const char**))                                                     \
+  X(cuDeviceGetCount, (int32_t*))                                                                 \
+  X(cuDeviceGet, (Device*, int32_t))                                                              \
+  X(cuDeviceGetAttribute, (int32_t*, DeviceAttribute, Device))                                    \
+  X(cuDevicePrimaryCtxRetain, (Context**, Device))                                                \
+  X(cuCtxGetCurrent, (Context**))                                                                 \
+  X(cuCtxGetDevice, (Device*))                                                                    \
+  X(cuCtxPushCurrent_v2, (Context*))                                                              \
+  X(cuCtxPopCurrent_v2, (Context**))                                                              \
+  X(cuModuleLoadData, (DriverModule**, const void*))                                              \
+  X(cuModuleGetFunction, (DriverFunction**, DriverModule*, const char*))                          \
+  X(cuFuncSetAttribute, (DriverFunction*, FunctionAttribute, int32_t))                            \
+  X(cuFuncSetCacheConfig, (DriverFunction*, int32_t))                                             \
+  X(cuLaunchKernel, (DriverFunction*, uint32_t, uint32_t, uint32_t, uint32_t, uint32_t, uint32_t, \
+                     uint32_t, Stream*, void**, void**))
 
 struct Driver {
 #define KVG_MEMBER(name, signature) Result(*name) signature = nullptr;

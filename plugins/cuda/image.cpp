@@ -4,7 +4,7 @@
 #include <cstdlib>
 #include <cstring>
 
-#include "cuda/refuse.h"
+#include "common/base.h"
 
 namespace kvg::cuda {
 namespace {
@@ -28,6 +28,7 @@ struct Section {
 };
 static_assert(sizeof(Section) == 64, "the layout of ELF64");
 
+constexpr uint16_t kSegmentBytes = 56;  // of a program header of ELF64
 constexpr uint16_t kCudaMachine = 190;
 constexpr uint32_t kNoBits = 8;  // a section without bytes in the file
 
@@ -36,6 +37,14 @@ void require(uint64_t at, uint64_t size, uint64_t file, const char* what) {
   if (at > file || size > file - at)
     refuse(KVG_REFUSED, "image: expected a whole cubin, got %llu bytes, which end before its %s",
            static_cast<unsigned long long>(file), what);
+}
+
+// Refuses unless a table of the file has headers of `expected` bytes, and lies in the file.
+void require_table(uint64_t at, uint16_t count, uint16_t given, size_t expected, uint64_t file,
+                   const char* what) {
+  if (count && given != expected)
+    refuse(KVG_REFUSED, "image: expected %s of %zu bytes, got %d", what, expected, given);
+  require(at, uint64_t{count} * expected, file, what);
 }
 
 Header check_elf(const uint8_t* data, uint64_t size) {
@@ -48,11 +57,10 @@ Header check_elf(const uint8_t* data, uint64_t size) {
   if (header.machine != kCudaMachine)
     refuse(KVG_REFUSED, "image: expected a cubin (ELF machine %d), got ELF machine %d", kCudaMachine,
            header.machine);
-  if (header.num_sections && header.section_size != sizeof(Section))
-    refuse(KVG_REFUSED, "image: expected section headers of %zu bytes, got %d", sizeof(Section),
-           header.section_size);
-  require(header.sections_at, uint64_t{header.num_sections} * sizeof(Section), size,
-          "section headers");
+  require_table(header.sections_at, header.num_sections, header.section_size, sizeof(Section), size,
+                "section headers");
+  require_table(header.segments_at, header.num_segments, header.segment_size, kSegmentBytes, size,
+                "program headers");
   for (int i = 0; i < header.num_sections; ++i) {
     Section section;
     std::memcpy(&section, data + header.sections_at + i * sizeof section, sizeof section);

@@ -2,6 +2,7 @@
 // launch/library.cpp.
 #include "kvgraph/launch.h"
 
+#include "cuda/frame.h"
 #include "cuda/modules.h"
 
 namespace kvg::cuda {
@@ -9,7 +10,6 @@ namespace {
 
 constexpr uint32_t kMaxGrid[3] = {2147483647u, 65535u, 65535u};  // on every architecture
 constexpr uint32_t kMaxWarps = 32, kWarp = 32;
-constexpr uint32_t kMaxCluster = 8;  // larger ones are not portable
 
 const char* named(const char* function) {
   if (!function || !*function) refuse(KVG_REFUSED, "function: expected a name, got none");
@@ -24,21 +24,10 @@ void check_shape(const kvg_launch& launch) {
   if (launch.num_warps < 1 || launch.num_warps > kMaxWarps)
     refuse(KVG_REFUSED, "%s: num_warps: expected 1 to %u, got %u", launch.function, kMaxWarps,
            launch.num_warps);
-}
-
-// Checks the cluster and returns its number of blocks; 1 if there are no clusters.
-uint64_t check_cluster(const kvg_launch& launch) {
-  const uint32_t* c = launch.cluster;
-  if (!c[0] && !c[1] && !c[2]) return 1;
   for (int axis = 0; axis < 3; ++axis)
-    if (!c[axis] || launch.grid[axis] % c[axis])
-      refuse(KVG_REFUSED, "%s: cluster: dim %d: expected a divisor of the grid's %u blocks, got %u",
-             launch.function, axis, launch.grid[axis], c[axis]);
-  for (uint64_t size = 1, axis = 0; axis < 3; ++axis)
-    if ((size *= c[axis]) > kMaxCluster)
-      refuse(KVG_REFUSED, "%s: cluster: expected at most %u blocks, got %u x %u x %u",
-             launch.function, kMaxCluster, c[0], c[1], c[2]);
-  return uint64_t{c[0]} * c[1] * c[2];
+    if (launch.cluster[axis] > 1)
+      refuse(KVG_REFUSED, "%s: cluster: dim %d: expected 0 or 1, got %u", launch.function, axis,
+             launch.cluster[axis]);
 }
 
 void check_argument(const kvg_launch& launch, uint32_t index) {
@@ -72,35 +61,19 @@ struct Parameters {
   }
 };
 
-void enqueue(const Driver& driver, const kvg_launch& launch, DriverFunction* function,
-             uint64_t cluster, Parameters& parameters) {
-  const uint32_t *g = launch.grid, threads = launch.num_warps * kWarp;
-  auto* stream = static_cast<Stream*>(launch.stream);
-  if (cluster == 1)
-    return driver.check(driver.cuLaunchKernel(function, g[0], g[1], g[2], threads, 1, 1,
-                                              launch.shared_bytes, stream, parameters.at, nullptr),
-                        launch.function);
-  if (!driver.cuLaunchKernelEx)
-    refuse(KVG_DEVICE, "%s: cluster: expected a driver with cuLaunchKernelEx, got one without",
-           launch.function);
-  LaunchAttribute attribute{};
-  attribute.id = kClusterDimension;
-  for (int axis = 0; axis < 3; ++axis) attribute.value.cluster[axis] = launch.cluster[axis];
-  const LaunchConfig config{{g[0], g[1], g[2]},  {threads, 1, 1}, launch.shared_bytes, stream,
-                            &attribute, 1};
-  driver.check(driver.cuLaunchKernelEx(&config, function, parameters.at, nullptr), launch.function);
-}
-
 void launch_kernel(const kvg_launch& launch) {
   named(launch.function);
   check_shape(launch);
-  const uint64_t cluster = check_cluster(launch);
   Parameters parameters(launch);
   Module& module = modules().at(launch.module);
   const Driver& cuda = driver();
   const Current current(cuda, module.context);
   DriverFunction* function = module.function(cuda, launch.function, launch.shared_bytes);
-  enqueue(cuda, launch, function, cluster, parameters);
+  const uint32_t* g = launch.grid;
+  cuda.check(cuda.cuLaunchKernel(function, g[0], g[1], g[2], launch.num_warps * kWarp, 1, 1,
+                                 launch.shared_bytes, static_cast<Stream*>(launch.stream),
+                                 parameters.at, nullptr),
+             launch.function);
 }
 
 void describe(kvg_cuda_device& given) {
@@ -131,14 +104,11 @@ T& out(T* pointer, const char* name) {
 }  // namespace kvg::cuda
 
 using namespace kvg::cuda;
+using kvg::entry;
 
 extern "C" {
 
 uint32_t kvg_cuda_abi_version(void) { return KVG_LAUNCH_ABI_VERSION; }
-
-int32_t kvg_cuda_driver_version(int32_t* version, char* message, size_t message_size) {
-  return entry(message, message_size, [&] { out(version, "version") = found_driver().version(); });
-}
 
 int32_t kvg_cuda_device_count(int32_t* count, char* message, size_t message_size) {
   return entry(message, message_size, [&] { out(count, "count") = count_devices(); });

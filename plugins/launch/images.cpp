@@ -6,12 +6,10 @@
 #include <mutex>
 #include <vector>
 
-#include "cuda/refuse.h"
+#include "common/base.h"
 
 namespace kvg::launch {
 namespace {
-
-using cuda::refuse;
 
 struct Place {
   std::weak_ptr<const std::string> owner;

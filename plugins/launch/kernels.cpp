@@ -3,12 +3,10 @@
 #include <algorithm>
 #include <cstring>
 
-#include "cuda/refuse.h"
+#include "common/base.h"
 
 namespace kvg::launch {
 namespace {
-
-using cuda::refuse;
 
 constexpr char kText[] = "kvgraph-kernels 1";  // the first bytes of version 1
 

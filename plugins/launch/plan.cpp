@@ -3,19 +3,15 @@
 #include <algorithm>
 #include <initializer_list>
 
-#include "cuda/refuse.h"
+#include "common/base.h"
 
 namespace kvg::launch {
 namespace {
-
-using cuda::refuse;
 
 constexpr int64_t kMostRows = int64_t{1} << 30;  // the power of two above fits a kernel's int32
 constexpr int64_t kMostMultiprocessors = 1 << 16;
 // Programs of a grid, float32 elements of scratch memory and tokens of a context that no step has.
 constexpr int64_t kMost = int64_t{1} << 48;
-
-int64_t ceildiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 int64_t power_of_two(int64_t n) {
   int64_t power = 1;

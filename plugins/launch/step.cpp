@@ -1,18 +1,17 @@
 #include "launch/step.h"
 
 #include <algorithm>
+#include <array>
 #include <cmath>
 #include <cstring>
 
+#include "common/base.h"
 #include "cuda/driver.h"
-#include "cuda/refuse.h"
 #include "kvgraph/launch.h"
 #include "launch/images.h"
 
 namespace kvg::launch {
 namespace {
-
-using cuda::refuse;
 
 constexpr size_t kScratchAlignment = 256;
 
@@ -26,14 +25,17 @@ void call(Entry entry, Arguments... arguments) {
   if (status != KVG_DONE) refuse(static_cast<kvg_status>(status), "%s", message);
 }
 
-// The device of the thread's context, which the host runtime works in; 0 if there is no context.
-int current_device() {
+// The thread's context, which the host runtime works in; null if there is none.
+const cuda::Context* current_context() {
   const cuda::Driver& driver = cuda::driver();
   cuda::Context* context = nullptr;
   driver.check(driver.cuCtxGetCurrent(&context), "cuCtxGetCurrent");
-  if (!context) return 0;
+  return context;
+}
+
+int current_device() {
   cuda::Device device = 0;
-  driver.check(driver.cuCtxGetDevice(&device), "cuCtxGetDevice");
+  cuda::driver().check(cuda::driver().cuCtxGetDevice(&device), "cuCtxGetDevice");
   return device;
 }
 
@@ -63,16 +65,8 @@ bool is_given(const Node& node, const kvg_tensor* operands, const char* input) {
 
 void check_aliases(const Node& node, const kvg_tensor* operands) {
   const kvg_op& op = *node.op;
-  for (int i = op.num_inputs; i < op.num_inputs + op.num_outputs; ++i) {
-    const kvg_operand& output = op.operands[i];
-    if (output.alias < 0 || !operands[i].dtype) continue;
-    const void* const input = operands[output.alias].data;
-    if (operands[i].data != input)
-      refuse(KVG_REFUSED,
-             "%s: %s: expected the address of %s %p, got %p: bind one buffer to both, a copy of the "
-             "pool is never made",
-             op.name, output.name, op.operands[output.alias].name, input, operands[i].data);
-  }
+  for (int i = op.num_inputs; i < op.num_inputs + op.num_outputs; ++i)
+    if (op.operands[i].alias >= 0 && operands[i].dtype) check_alias(op, i, operands);
 }
 
 // Extent of a symbolic dim of contract.h in the inputs, -1 if none has it. Refuses if two disagree.
@@ -234,18 +228,23 @@ size_t scratch_bound(const Node& node, const kvg_tensor* most) {
 }
 
 void Device::load(const Kernels& kernels) {
-  const int ordinal = current_device();
-  if (arch_ && ordinal == ordinal_) return;
+  const cuda::Context* const context = current_context();
+  if (arch_ && context == context_) return;
+  const int ordinal = context ? current_device() : 0;
   kvg_cuda_device device = {};
   device.abi_version = KVG_LAUNCH_ABI_VERSION;
   device.struct_size = sizeof device;
   device.ordinal = ordinal;
   call(kvg_cuda_describe, &device);
   const ArchKernels& arch = kernels.on(device.major, device.minor);
+  std::array<uint64_t, KVG_ROLE_COUNT> modules = {};
   for (int role = 0; role < KVG_ROLE_COUNT; ++role)
-    if (given(arch.kernels[role])) modules_[role] = load_image(arch.kernels[role], arch.arch, ordinal);
+    if (given(arch.kernels[role]))
+      modules[role] = load_image(arch.kernels[role], arch.arch, ordinal);
+  // Nothing fails from here on: a step after one that failed has all kernels of one context.
+  modules_ = modules;
   arch_ = &arch;
-  ordinal_ = ordinal;
+  context_ = context;
   multiprocessors_ = device.multiprocessors;
 }
 

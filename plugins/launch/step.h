@@ -5,8 +5,10 @@
 // Operands are in the order of the op's table in contract.h; dtype 0: left out.
 #pragma once
 
+#include <array>
 #include <cstdint>
 
+#include "cuda/driver.h"
 #include "kvgraph/abi.h"
 #include "launch/kernels.h"
 #include "launch/plan.h"
@@ -42,7 +44,7 @@ size_t scratch_bound(const Node& node, const kvg_tensor* most);
 
 enum class Multiprocessors { kTypical, kOwn };
 
-// Kernels of one device, found in the images and loaded when the first step needs them: neither a
+// Kernels of one context, found in the images and loaded when the first step needs them: neither a
 // constructor nor a copy uses the device. Only one thread at a time may use an object.
 class Device {
  public:
@@ -58,9 +60,9 @@ class Device {
   void load(const Kernels& kernels);
 
   const ArchKernels* arch_ = nullptr;
-  int ordinal_ = -1;
+  const cuda::Context* context_ = nullptr;
   int32_t multiprocessors_ = 0;
-  uint64_t modules_[KVG_ROLE_COUNT] = {};
+  std::array<uint64_t, KVG_ROLE_COUNT> modules_ = {};
 };
 
 }  // namespace kvg::launch

@@ -41,16 +41,18 @@ ort::Status* CpuKernel::compute(ort::KernelContext* context) const {
   call.host = &threads;
   char sentence[512] = "";
   const int32_t refused = entry(&call, sentence, sizeof sentence);
-  if (!threads.failure) return refused ? refuse(sentence) : nullptr;
-  return threads.failure;
+  if (threads.failure || !refused) return threads.failure;
+  return ort::CreateStatus::call(api, ort::kInvalidArgument, sentence);
 }
 
 ort::Status* create_kernel(const ort::CustomOp* op, const ort::Api* api,
                            const ort::KernelInfo* info, void** kernel) {
-  CpuKernel made{{api, variant(op).op, {}}, variant(op).entry};
-  KVG_TRY(made.read_attributes(info));
-  *kernel = new CpuKernel(made);
-  return nullptr;
+  return guarded(api, [&]() -> ort::Status* {
+    CpuKernel made{{api, variant(op).op, {}}, variant(op).entry};
+    KVG_TRY(made.read_attributes(info));
+    *kernel = new CpuKernel(made);
+    return nullptr;
+  });
 }
 
 }  // namespace

@@ -12,11 +12,10 @@
 // (tests/plugins/onnxruntime_host.cpp), because no machine at hand had the CUDA provider.
 #include <algorithm>
 #include <cstring>
-#include <exception>
 #include <memory>
 #include <mutex>
 
-#include "cuda/refuse.h"
+#include "common/base.h"
 #include "launch/images.h"
 #include "launch/step.h"
 #include "onnxruntime/kernel.h"
@@ -27,19 +26,6 @@ namespace {
 constexpr char kMaxLengths[] = "max_lengths";
 
 bool is_max_lengths(const kvg_operand& operand) { return !std::strcmp(operand.name, kMaxLengths); }
-
-// Runs a body; turns an exception that it throws into a status with the same sentence.
-template <class Body>
-ort::Status* guarded(const ort::Api* api, Body&& body) {
-  try {
-    return body();
-  } catch (const cuda::Refusal& refusal) {
-    const auto code = refusal.status == KVG_DEVICE ? ort::kFail : ort::kInvalidArgument;
-    return ort::CreateStatus::call(api, code, refusal.what());
-  } catch (const std::exception& error) {
-    return ort::CreateStatus::call(api, ort::kFail, error.what());
-  }
-}
 
 // Device memory of a step, ordered with the provider's stream. It is freed as soon as the launches
 // that use it are enqueued: the provider reuses it only for work that waits for them.
@@ -85,24 +71,24 @@ struct CudaKernel : Kernel {
 };
 
 // Reads an attribute of the node into `bytes`, which do not change if there is no such attribute.
+// Throws a Refusal of an attribute that is no row of bytes.
 ort::Status* CudaKernel::read_bytes(const ort::KernelInfo* info, const char* name,
                                     std::string& bytes) const {
   ort::Allocator* host = nullptr;
-  ort::Value* value = nullptr;
+  ort::Value* made = nullptr;
   KVG_TRY(ort::DefaultAllocator::call(api, &host));
-  if (ort::Status* absent = ort::AttributeTensor::call(api, info, name, host, &value)) {
-    ort::ReleaseStatus::call(api, absent);
-    return nullptr;
-  }
+  if (ort::Status* status = ort::AttributeTensor::call(api, info, name, host, &made))
+    return unless_missing(api, status);
+  const auto release = [this](ort::Value* value) { ort::ReleaseValue::call(api, value); };
+  const std::unique_ptr<ort::Value, decltype(release)> value(made, release);
   kvg_tensor tensor = {};
-  ort::Status* status = read(value, tensor);
-  if (!status && tensor.rank != 1)
-    status = refuse(std::string(op->name) + ": " + name + ": expected a row of bytes, got rank " +
-                    std::to_string(tensor.rank));
-  if (!status)
-    bytes.assign(static_cast<const char*>(tensor.data), static_cast<size_t>(tensor.shape[0]));
-  ort::ReleaseValue::call(api, value);
-  return status;
+  ort::ElementType type = ort::kUndefined;
+  KVG_TRY(read(value.get(), tensor, &type));
+  if (tensor.rank != 1 || (type != ort::kUint8 && type != ort::kInt8))
+    refuse("%s: %s: expected a row of uint8, got rank %d of ONNX element type %d", op->name, name,
+           tensor.rank, type);
+  bytes.assign(static_cast<const char*>(tensor.data), static_cast<size_t>(tensor.shape[0]));
+  return nullptr;
 }
 
 ort::Status* CudaKernel::read_node(const ort::KernelInfo* info) {
@@ -111,20 +97,20 @@ ort::Status* CudaKernel::read_node(const ort::KernelInfo* info) {
   KVG_TRY(read_bytes(info, "kernels", kernels));
   KVG_TRY(read_bytes(info, "images", cubins));
   if (kernels.empty())
-    return refuse(std::string(op->name) + ": expected attribute kernels, a tensor of bytes, for the "
-                  "CUDA provider, got none: compile the model for a cuda target");
+    refuse(
+        "%s: expected attribute kernels, a tensor of bytes, for the CUDA provider, got none: "
+        "compile the model for a cuda target",
+        op->name);
   KVG_TRY(ort::KernelAllocator::call(api, info, ort::kDefaultMemory, &allocator));
-  return guarded(api, [&]() -> ort::Status* {
-    bool stores = false;
-    for (int i = 0; i < op->num_inputs; ++i) stores |= !std::strcmp(op->operands[i].name, "k");
-    node.op = op;
-    std::copy_n(attributes, kMaxAttributes, node.attributes);
-    node.kernels = launch::read_kernels(*op, kernels, stores);
-    launch::check_attributes(node);
-    images = std::make_shared<const std::string>(std::move(cubins));
-    launch::publish(images);
-    return nullptr;
-  });
+  bool stores = false;
+  for (int i = 0; i < op->num_inputs; ++i) stores |= !std::strcmp(op->operands[i].name, "k");
+  node.op = op;
+  std::copy_n(attributes, kMaxAttributes, node.attributes);
+  node.kernels = launch::read_kernels(*op, kernels, stores);
+  launch::check_attributes(node);
+  images = std::make_shared<const std::string>(std::move(cubins));
+  launch::publish(images);
+  return nullptr;
 }
 
 // The first row of input max_lengths; null if the op has no such input.
@@ -132,7 +118,7 @@ const int32_t* CudaKernel::max_lengths(const kvg_tensor* operands) const {
   for (int i = 0; i < op->num_inputs; ++i) {
     if (!is_max_lengths(op->operands[i])) continue;
     if (operands[i].shape[0] < 1)
-      cuda::refuse(KVG_REFUSED, "%s: max_lengths: expected at least one step, got none", op->name);
+      refuse(KVG_REFUSED, "%s: max_lengths: expected at least one step, got none", op->name);
     return static_cast<const int32_t*>(operands[i].data);
   }
   return nullptr;
@@ -157,10 +143,12 @@ ort::Status* CudaKernel::compute(ort::KernelContext* context) {
 
 ort::Status* create_kernel(const ort::CustomOp* op, const ort::Api* api,
                            const ort::KernelInfo* info, void** kernel) {
-  auto made = std::make_unique<CudaKernel>(api, variant(op).op);
-  KVG_TRY(made->read_node(info));
-  *kernel = made.release();
-  return nullptr;
+  return guarded(api, [&]() -> ort::Status* {
+    auto made = std::make_unique<CudaKernel>(api, variant(op).op);
+    KVG_TRY(made->read_node(info));
+    *kernel = made.release();
+    return nullptr;
+  });
 }
 
 }  // namespace

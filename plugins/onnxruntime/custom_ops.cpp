@@ -7,7 +7,6 @@
 #include <array>
 #include <cstdio>
 #include <deque>
-#include <string>
 #include <utility>
 
 #include "onnxruntime/kernel.h"
@@ -22,23 +21,25 @@ constexpr std::array kEntries{&kvg_cpu_store_kv,          &kvg_cpu_paged_attenti
                               &kvg_cpu_experts,           &kvg_cpu_route};
 static_assert(kEntries.size() == KVG_NUM_CPU_OPS, "expected an entry point of each op");
 
+// The inputs that outputs of an op alias, and these outputs.
+struct Aliases {
+  int inputs[KVG_MAX_OPERANDS], outputs[KVG_MAX_OPERANDS];
+  size_t count = 0;
+
+  explicit Aliases(const kvg_op& op) {
+    for (int i = 0; i < op.num_outputs; ++i)
+      if (const int32_t alias = op.operands[op.num_inputs + i].alias; alias >= 0)
+        inputs[count] = alias, outputs[count++] = i;
+  }
+};
+
 // The callback has no argument that tells the op, so each op has its own.
 template <int Op>
 size_t alias_map(int** inputs, int** outputs) {
-  const kvg_op& op = *KVG_CPU_OPS[Op];
-  *inputs = *outputs = nullptr;
-  size_t count = 0;
-  for (int i = 0; i < op.num_outputs; ++i) {
-    const int32_t alias = op.operands[op.num_inputs + i].alias;
-    if (alias < 0) continue;
-    if (!count) {  // arrays of a count of 0 are not given back
-      *inputs = new int[op.num_outputs];
-      *outputs = new int[op.num_outputs];
-    }
-    (*inputs)[count] = alias;
-    (*outputs)[count++] = i;
-  }
-  return count;
+  static Aliases made(*KVG_CPU_OPS[Op]);
+  *inputs = made.count ? made.inputs : nullptr;
+  *outputs = made.count ? made.outputs : nullptr;
+  return made.count;
 }
 
 template <int... Op>
@@ -84,10 +85,7 @@ Variant make_variant(int index, int32_t activation, int32_t pool, void (*use)(Va
   v.GetStartVersion = [](const ort::CustomOp*) { return KVG_OPSET_VERSION; };
   v.GetEndVersion = [](const ort::CustomOp*) { return KVG_OPSET_VERSION; };
   v.GetAliasMap = kAliasMaps[index];
-  v.ReleaseAliasMap = [](int* inputs, int* outputs) {
-    delete[] inputs;
-    delete[] outputs;
-  };
+  v.ReleaseAliasMap = [](int*, int*) {};  // they are kept
   use(v);
   return v;
 }
@@ -139,16 +137,16 @@ using namespace kvg::onnxruntime;
 
 extern "C" KVG_EXPORT ort::Status* RegisterCustomOps(ort::SessionOptions* options,
                                                      const ort::ApiBase* base) {
-  const char* version = base->GetVersionString();
-  const ort::Api* api = base->GetApi(ort::kApiVersion);
-  if (!api || is_too_old(version)) {
-    const std::string sentence = "kvgraph: expected ONNX Runtime 1." +
-                                 std::to_string(ort::kOldestMinor) + " or newer, got " + version;
-    return ort::CreateStatus::call(base->GetApi(1), ort::kFail, sentence.c_str());
-  }
-  static Registration registration(api);
-  if (registration.failure)  // kept, so that a second session is refused too
-    return ort::CreateStatus::call(api, ort::kFail,
-                                   ort::ErrorMessage::call(api, registration.failure));
-  return ort::AddDomain::call(api, options, registration.domain);
+  return guarded(base->GetApi(1), [&]() -> ort::Status* {
+    const char* version = base->GetVersionString();
+    const ort::Api* api = base->GetApi(ort::kApiVersion);
+    if (!api || is_too_old(version))
+      kvg::refuse(KVG_DEVICE, "kvgraph: expected ONNX Runtime 1.%d or newer, got %s",
+                  ort::kOldestMinor, version);
+    static Registration registration(api);
+    if (registration.failure)  // kept, so that a second session is refused too
+      return ort::CreateStatus::call(api, ort::kFail,
+                                     ort::ErrorMessage::call(api, registration.failure));
+    return ort::AddDomain::call(api, options, registration.domain);
+  });
 }

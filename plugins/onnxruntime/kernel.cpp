@@ -13,6 +13,12 @@ int32_t dtype_of(ort::ElementType type) {
 
 }  // namespace
 
+ort::Status* unless_missing(const ort::Api* api, ort::Status* status) {
+  if (!status || std::strstr(ort::ErrorMessage::call(api, status), " type")) return status;
+  ort::ReleaseStatus::call(api, status);
+  return nullptr;
+}
+
 ort::Status* Kernel::read_attributes(const ort::KernelInfo* info) {
   for (int i = 0; i < op->num_attributes; ++i) {
     const kvg_attribute& spec = op->attributes[i];
@@ -20,10 +26,8 @@ ort::Status* Kernel::read_attributes(const ort::KernelInfo* info) {
     int64_t integer = static_cast<int64_t>(spec.value);
     ort::Status* absent = spec.is_float ? ort::AttributeFloat::call(api, info, spec.name, &real)
                                         : ort::AttributeInt::call(api, info, spec.name, &integer);
-    // Only the message tells an attribute of another type from a missing one.
-    if (absent && (spec.required || std::strstr(ort::ErrorMessage::call(api, absent), " type")))
-      return absent;
-    if (absent) ort::ReleaseStatus::call(api, absent);
+    if (absent && spec.required) return absent;
+    KVG_TRY(unless_missing(api, absent));
     spec.is_float ? attributes[i].f = real : attributes[i].i = integer;
   }
   return nullptr;
@@ -42,7 +46,8 @@ ort::Status* Kernel::read_operands(ort::KernelContext* context, kvg_tensor* oper
   return nullptr;
 }
 
-ort::Status* Kernel::read(const ort::Value* value, kvg_tensor& tensor) const {
+ort::Status* Kernel::read(const ort::Value* value, kvg_tensor& tensor,
+                          ort::ElementType* found) const {
   ort::TensorInfo* info = nullptr;
   KVG_TRY(ort::TensorTypeAndShape::call(api, value, &info));
   size_t rank = 0;
@@ -55,6 +60,7 @@ ort::Status* Kernel::read(const ort::Value* value, kvg_tensor& tensor) const {
   if (status) return status;
   tensor.rank = static_cast<int32_t>(rank);
   tensor.dtype = dtype_of(type);
+  if (found) *found = type;
   return ort::TensorData::call(api, const_cast<ort::Value*>(value), &tensor.data);
 }
 

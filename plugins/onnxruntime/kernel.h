@@ -2,10 +2,8 @@
 // types, attributes and operands by the tables of contract.h, whatever an op computes.
 #pragma once
 
-#include <string>
-
 #include "abi/onnxruntime.h"
-#include "kvgraph/abi.h"
+#include "common/base.h"
 
 namespace kvg::onnxruntime {
 
@@ -41,19 +39,34 @@ inline const Variant& variant(const ort::CustomOp* op) { return *static_cast<con
 #define KVG_TRY(expression) \
   if (ort::Status* status_ = (expression)) return status_
 
+// Runs a callback's body, out of which no exception may come: a status says what it said.
+template <class Body>
+ort::Status* guarded(const ort::Api* api, Body&& body) {
+  try {
+    return body();
+  } catch (const std::exception& error) {
+    const Failure failure = failure_of(error);
+    const auto code = failure.status == KVG_DEVICE ? ort::kFail : ort::kInvalidArgument;
+    return ort::CreateStatus::call(api, code, failure.sentence);
+  }
+}
+
+// The status of a failed read of an attribute; null if the node has no attribute of that name. Only the
+// message tells that from an attribute of another type.
+ort::Status* unless_missing(const ort::Api* api, ort::Status* status);
+
 // The kernel of a node: its attributes, and functions that read the operands of a step.
 struct Kernel {
   const ort::Api* api;
   const kvg_op* op;
   kvg_value attributes[kMaxAttributes];
 
-  ort::Status* refuse(const std::string& sentence) const {
-    return ort::CreateStatus::call(api, ort::kInvalidArgument, sentence.c_str());
-  }
   ort::Status* read_attributes(const ort::KernelInfo* info);
   // Reads the inputs, then requests memory for the outputs. dtype 0: left out or unused.
   ort::Status* read_operands(ort::KernelContext* context, kvg_tensor* operands) const;
-  ort::Status* read(const ort::Value* value, kvg_tensor& tensor) const;
+  // `type`: where to write the element type, which may be one that no operand has.
+  ort::Status* read(const ort::Value* value, kvg_tensor& tensor,
+                    ort::ElementType* type = nullptr) const;
 
  private:
   ort::Status* write(ort::KernelContext* context, size_t index, kvg_tensor* operands) const;

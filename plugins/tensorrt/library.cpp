@@ -44,7 +44,8 @@ KVG_LAUNCH_EXPORT void setLoggerFinder(trt::LoggerFinder* finder) { use_logger_f
 
 // Writes the last refusal of a plugin of this process to `message`; empty if there was none.
 KVG_LAUNCH_EXPORT void kvg_tensorrt_message(char* message, size_t message_size) {
-  kvg::cuda::say(last_sentence().c_str(), message, message_size);
+  kvg::entry(message, message_size,
+             [&] { kvg::say(last_sentence().c_str(), message, message_size); });
 }
 
 }  // extern "C"

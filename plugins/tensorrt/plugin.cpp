@@ -192,6 +192,11 @@ int32_t Plugin::enqueue(const trt::TensorDesc* in_desc, const trt::TensorDesc* o
     const kvg_sizes sizes = launch::sizes_of(settings, operands, nullptr);
     const kvg_plan plan =
         device_.plan(settings, operands, sizes, launch::Multiprocessors::kTypical);
+    if (const size_t bytes = launch::scratch_bytes(plan); bytes && !workspace)
+      refuse(KVG_REFUSED,
+             "%s: workspace: expected %zu bytes, got none: the engine was built for a "
+             "profile that the kernels refuse; build it for a smaller one",
+             settings.op->name, bytes);
     device_.run(settings, operands, plan, workspace, stream);
   });
 }

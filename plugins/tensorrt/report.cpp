@@ -12,7 +12,7 @@ std::atomic<trt::LoggerFinder*> g_finder{nullptr};  // owned by TensorRT
 
 }  // namespace
 
-void report(const std::string& sentence) noexcept {
+void report(const char* sentence) noexcept {
   try {
     std::lock_guard<std::mutex> lock(g_mutex);
     g_last = sentence;
@@ -20,7 +20,7 @@ void report(const std::string& sentence) noexcept {
   }
   trt::LoggerFinder* const finder = g_finder.load();
   trt::Logger* const logger = finder ? finder->find() : nullptr;
-  if (logger) logger->log(trt::Severity::kError, sentence.c_str());
+  if (logger) logger->log(trt::Severity::kError, sentence);
 }
 
 std::string last_sentence() {

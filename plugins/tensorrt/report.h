@@ -1,4 +1,4 @@
-// Refusals: one sentence each, thrown inside (cuda/refuse.h) and reported in methods that TensorRT
+// Refusals: one sentence each, thrown inside (common/base.h) and reported in methods that TensorRT
 // calls.
 #pragma once
 
@@ -6,14 +6,12 @@
 #include <string>
 
 #include "abi/tensorrt.h"
-#include "cuda/refuse.h"
+#include "common/base.h"
 
 namespace kvg::tensorrt {
 
-using cuda::refuse;
-
 // Sends a sentence to TensorRT's logger, if it has one for this thread, and to `last_sentence`.
-void report(const std::string& sentence) noexcept;
+void report(const char* sentence) noexcept;
 
 // The sentence that was reported last in this process; empty if there was none.
 std::string last_sentence();
@@ -27,7 +25,7 @@ int32_t guarded(Body&& body) noexcept {
     body();
     return 0;
   } catch (const std::exception& error) {
-    report(error.what());
+    report(failure_of(error).sentence);
     return 1;
   }
 }

@@ -223,6 +223,22 @@ def test_rows_are_rounded_half_to_even() -> None:
     assert scales.tolist() == [[1.0]]
 
 
+@pytest.mark.parametrize("largest", [1e-40, 3.7e-37, 3.8e-37])
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("isa", ISAS)
+def test_rows_of_tiny_numbers_have_the_codes_of_the_reference(
+    isa: str, bits: int, largest: float
+) -> None:
+    """Those whose scale has no finite inverse count as zeros. Weights of 1e38 show the codes."""
+    x = np.array([[largest, 0, -largest, largest / 2]], np.float32)
+    packed = pack([np.eye(4, dtype=np.float32) * np.float32(1e38)], bits)
+    given_, attributes = [x, *operands(packed), None], {"out_features": 4, "bits": bits}
+    with forced_isa(isa):
+        found = native.run(LINEAR, *given_, **attributes)
+    np.testing.assert_array_equal(found, linear(*given_, **attributes))  # type: ignore[arg-type]
+    assert found.any() == (largest == 3.8e-37)
+
+
 def test_torch_op_gives_sections_and_empty_tensors_for_the_rest() -> None:
     given_, attributes, _ = call_of("two sections", 8, 6)
     tensors = [None if a is None else torch.from_numpy(a) for a in given_]

@@ -5,6 +5,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <map>
+#include <new>
 #include <string>
 #include <vector>
 
@@ -42,6 +43,19 @@ struct MemoryInfo {
 }  // namespace ort
 
 namespace {
+size_t g_memory = SIZE_MAX;  // of one allocation, while the library makes kernels or registers
+bool g_is_short = false;
+}  // namespace
+
+void* operator new(size_t bytes) {
+  void* made = g_is_short && bytes >= g_memory ? nullptr : std::malloc(bytes);
+  if (!made) throw std::bad_alloc();
+  return made;
+}
+void operator delete(void* made) noexcept { std::free(made); }
+void operator delete(void* made, size_t) noexcept { std::free(made); }
+
+namespace {
 
 using namespace ort;
 
@@ -51,7 +65,7 @@ int g_statuses = 0, g_infos = 0, g_values = 0;  // alive
 bool g_no_scratch = false;
 const MemoryInfo kMemory{0};
 Allocator g_host{21, nullptr, nullptr, nullptr};
-const int32_t kBytes = 2;  // uint8
+int32_t g_bytes = 2;  // element type of attributes: uint8
 uintptr_t g_scratch = 0x7000000;
 
 Status* status(ErrorCode code, const char* text) {
@@ -91,11 +105,12 @@ Status* number(const KernelInfo* info, const char* name, Number* out) {
 }
 Status* tensor(const KernelInfo* info, const char* name, Allocator* host, Value** out) {
   const auto found = info->tensors.find(name);
+  if (info->numbers.count(name)) return status(kFail, "expected to have type: TENSOR");
   if (found == info->tensors.end() || host != &g_host)
     return status(kFail, (std::string("no attribute ") + name).c_str());
   ++g_values;
   const auto size = static_cast<int64_t>(found->second.size());
-  *out = new Value{kBytes, {size}, const_cast<char*>(found->second.data())};
+  *out = new Value{g_bytes, {size}, const_cast<char*>(found->second.data())};
   return nullptr;
 }
 Status* output(KernelContext* context, size_t index, const int64_t* dims, size_t rank, Value** out) {
@@ -221,12 +236,18 @@ const char* o_said() { return g_said.c_str(); }
 const char* o_log() { return g_log.c_str(); }
 int32_t o_alive() { return g_statuses + g_infos + g_values; }
 void o_no_scratch(bool gone) { g_no_scratch = gone; }
+void o_bytes(int32_t type) { g_bytes = type; }
+// Kernels and registrations get no memory in pieces of so many bytes or more.
+void o_memory(size_t bytes) { g_memory = bytes; }
 void o_scratch(uintptr_t address) { g_scratch = address; }
 
 // Registers with a runtime of that version, whose newest API is that one; false: refused.
 bool o_register(uint32_t newest, const char* version) {
   g_newest = newest, g_version = version;
-  return !refuses(RegisterCustomOps(nullptr, &kBase));
+  g_is_short = true;
+  Status* said = RegisterCustomOps(nullptr, &kBase);
+  g_is_short = false;
+  return !refuses(said);
 }
 
 // A line for each registration: op, provider, input types, memory of the inputs, aliases.
@@ -265,8 +286,10 @@ Made* o_create(int32_t line, int32_t count, const char* const* names, const doub
       info.numbers[names[i]] = numbers[i];
   const CustomOp* op = g_domain.ops[static_cast<size_t>(line)];
   void* kernel = nullptr;
-  if (refuses(op->CreateKernelV2(op, reinterpret_cast<const Api*>(&g_table), &info, &kernel)))
-    return nullptr;
+  g_is_short = true;
+  Status* said = op->CreateKernelV2(op, reinterpret_cast<const Api*>(&g_table), &info, &kernel);
+  g_is_short = false;
+  if (refuses(said)) return nullptr;
   return new Made{op, kernel};
 }
 

@@ -1,6 +1,7 @@
 // An op that calls the functions of ONNX Runtime's table that only kvgraph's CUDA ops use, on a CPU,
 // and writes what they answered: whether the allocator of its memory works, extent of attribute `bytes`
-// and whether it is whole, whether there is a stream.
+// and whether it is whole, whether there is a stream. Refuses if a missing attribute cannot be told
+// from one of another type, `text`.
 #include <cstring>
 
 #include "abi/onnxruntime.h"
@@ -30,7 +31,11 @@ ort::Status* create(const ort::CustomOp*, const ort::Api* api, const ort::Kernel
   if (auto* status = ort::DefaultAllocator::call(api, &allocator)) return status;
   ort::Status* absent = ort::AttributeTensor::call(api, info, "nothing", allocator, &value);
   if (!absent) return ort::CreateStatus::call(api, ort::kFail, "an attribute that is not there");
+  ort::Status* other = ort::AttributeTensor::call(api, info, "text", allocator, &value);
+  if (!other || strstr(ort::ErrorMessage::call(api, absent), " type")) return absent;
+  if (!strstr(ort::ErrorMessage::call(api, other), " type")) return other;
   ort::ReleaseStatus::call(api, absent);
+  ort::ReleaseStatus::call(api, other);
   if (auto* status = ort::AttributeTensor::call(api, info, "bytes", allocator, &value)) return status;
   if (auto* status = ort::TensorTypeAndShape::call(api, value, &shape)) return status;
   if (auto* status = ort::Dimensions::call(api, shape, &extent, 1)) return status;

@@ -41,7 +41,6 @@ def has_driver() -> bool:
 def test_no_driver_is_one_sentence() -> None:
     sentence = r"libcuda\.so\.1: expected an NVIDIA driver on this machine, got none \(.+\)"
     for call in (
-        launcher().driver_version,
         launcher().device_count,
         launcher().compute_capability,
         lambda: launcher().check_arch("sm_90"),
@@ -49,6 +48,14 @@ def test_no_driver_is_one_sentence() -> None:
     ):
         with pytest.raises(DeviceError, match=f"^{sentence}$"):
             call()
+
+
+def with_program_headers(at: int, size: int = 56) -> bytes:
+    """SM_90 with one program header, at that place of the file."""
+    image = bytearray(SM_90)
+    struct.pack_into("<Q", image, 32, at)
+    struct.pack_into("<HH", image, 54, size, 1)
+    return bytes(image)
 
 
 CHANGED = SM_90[:66] + b"?" + SM_90[67:]
@@ -67,6 +74,10 @@ DIGEST = hashlib.sha256(SM_90).hexdigest()
          "image: expected a whole cubin, got 131 bytes, which end before its section headers"),
         (SM_90[:104] + b"\xff" * 8 + SM_90[112:], "sm_90", None,
          "image: expected a whole cubin, got 132 bytes, which end before its sections"),
+        (with_program_headers(77), "sm_90", None,
+         "image: expected a whole cubin, got 132 bytes, which end before its program headers"),
+        (with_program_headers(64, 32), "sm_90", None,
+         "image: expected program headers of 56 bytes, got 32"),
         (cubin(0, machine=62), "sm_90", None,
          "image: expected a cubin (ELF machine 190), got ELF machine 62"),
         (CHANGED, "sm_90", DIGEST, f"image: expected SHA-256 {DIGEST[:16]}, got "
@@ -78,8 +89,9 @@ DIGEST = hashlib.sha256(SM_90).hexdigest()
         (SM_90, "sm_9", None, 'arch: expected a name such as sm_90 or sm_90a, got "sm_9"'),
         (SM_90, "sm_90", "12", "sha256: expected 64 hexadecimal digits, got '12'"),
     ],
-    ids=["empty", "ptx", "header", "cut", "sections", "machine", "changed", "older", "newer",
-         "arch-name", "arch-suffix", "arch-number", "hash"],
+    ids=["empty", "ptx", "header", "cut", "sections", "program-headers",
+         "program-header", "machine", "changed", "older", "newer", "arch-name",
+         "arch-suffix", "arch-number", "hash"],
 )  # fmt: skip
 def test_a_damaged_or_other_image_is_refused(
     image: bytes, arch: str, sha256: str | None, sentence: str
@@ -127,6 +139,13 @@ def test_versions_and_sizes_of_structs_are_checked(
 def test_a_longer_struct_of_a_newer_caller_is_taken() -> None:
     frame = struct.pack("II", VERSION, LAUNCH.size + 8) + bytes(LAUNCH.size)
     assert refusal("launch", frame) == "function: expected a name, got none"
+
+
+def test_a_cluster_of_blocks_is_refused() -> None:
+    name = ctypes.create_string_buffer(b"k")
+    given = (VERSION, LAUNCH.size, 1, ctypes.addressof(name), 0, 0, 2, 1, 1)
+    frame = LAUNCH.pack(*given, 2, 1, 1, 4, 0, 0)
+    assert refusal("launch", frame) == "k: cluster: dim 0: expected 0 or 1, got 2"
 
 
 def test_a_short_message_buffer_is_not_overrun() -> None:

@@ -1,4 +1,5 @@
-"""Which folder of plugins/ may include which: adapters -> launch -> cpu, cuda; never each other."""
+"""Which folder of plugins/ may include which: adapters -> launch -> cpu, cuda -> common; never each
+other."""
 
 from __future__ import annotations
 
@@ -9,11 +10,12 @@ import pytest
 
 PLUGINS = Path(__file__).parents[2] / "plugins"
 BELOW = {
-    "onnxruntime": {"onnxruntime", "abi", "launch", "cpu", "cuda", "kvgraph"},
-    "tensorrt": {"tensorrt", "abi", "launch", "cuda", "kvgraph"},
-    "launch": {"launch", "cuda", "kvgraph"},
-    "cuda": {"cuda", "kvgraph"},
-    "cpu": {"cpu", "kvgraph"},
+    "onnxruntime": {"onnxruntime", "abi", "launch", "cpu", "cuda", "common", "kvgraph"},
+    "tensorrt": {"tensorrt", "abi", "launch", "cuda", "common", "kvgraph"},
+    "launch": {"launch", "cuda", "common", "kvgraph"},
+    "cuda": {"cuda", "common", "kvgraph"},
+    "cpu": {"cpu", "common", "kvgraph"},
+    "common": {"common", "kvgraph"},
     "abi": set[str](),
 }
 

@@ -31,5 +31,5 @@ def test_memory_that_runs_out_in_a_task(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     expected = []
     for name in ("sample", "punish", "store", "threads: store", "attend", "threads: attend"):
-        expected += [f"{name}: 1 {SENTENCE}", f"{name}: 0 "]
+        expected += [f"{name}: 2 {SENTENCE}", f"{name}: 0 "]
     assert done.stdout.splitlines() == [*expected, "token: 999"]

@@ -14,7 +14,7 @@ from tests.plugins.hosts import Drive, build
 from tests.plugins.tensorrt_fields import compiled, shape_of
 
 PRELUDE = """
-import json
+import ctypes, json, os
 from tests.plugins.onnxruntime_host import *
 from kvgraph.kernels.shapes import Rope
 
@@ -73,6 +73,19 @@ def test_an_older_runtime_is_refused(
     assert found == (sentence if is_refused else "")
 
 
+MEMORY = "memory: expected enough for this call, got no more from the system"
+
+
+def test_memory_that_runs_out_while_a_library_is_registered(drive: Drive) -> None:
+    found = drive("""
+dll.o_memory(ctypes.c_size_t(300))
+short = register()
+dll.o_memory(ctypes.c_size_t(-1))
+result = [short, register(), len(ops()) > 0]
+""", driver=False)  # fmt: skip
+    assert found == [MEMORY, "", True]
+
+
 # ---- what a node must have ----------------------------------------------------------------------
 
 
@@ -90,6 +103,8 @@ def test_an_older_runtime_is_refused(
         ("images=attributes()['images'][:-1]", "field images: expected whole images, got 859 "
          "bytes, which end inside one"),
         ("images=b'?' + attributes()['images'][1:]", None),
+        ("kernels=5", "expected to have type: TENSOR"),
+        ("images=5", "expected to have type: TENSOR"),
     ],
 )  # fmt: skip
 def test_what_attributes_are_refused(drive: Drive, change: str, sentence: str | None) -> None:
@@ -99,6 +114,28 @@ def test_what_attributes_are_refused(drive: Drive, change: str, sentence: str | 
     else:
         assert found == sentence
     assert alive == 0, "no status is left over"
+
+
+def test_attributes_of_another_type_are_refused(drive: Drive) -> None:
+    """21 is uint4, which has two elements in a byte."""
+    code = "dll.o_bytes(21); result = [refused(), dll.o_alive()]"
+    sentence = "kernels: expected a row of uint8, got rank 1 of ONNX element type 21"
+    assert drive(code, driver=False) == [f"update_and_attend: {sentence}", 0]
+
+
+@pytest.mark.parametrize(("provider", "bytes_"), [("CPU", 64), ("CUDA", 64), ("CUDA", 600)])
+def test_memory_that_runs_out_while_a_kernel_is_made(
+    drive: Drive, provider: str, bytes_: int
+) -> None:
+    """For the kernel itself, and for its images, which are copied from a value of the host's."""
+    found = drive(f"""
+register()
+dll.o_memory(ctypes.c_size_t({bytes_}))
+short = [bool(Kernel(provider={provider})), said(), dll.o_alive()]
+dll.o_memory(ctypes.c_size_t(-1))
+result = [short, bool(Kernel(provider={provider}))]
+""", driver=False)  # fmt: skip
+    assert found == [[False, MEMORY, 0], True]
 
 
 def test_no_device_is_asked_before_the_first_step(drive: Drive) -> None:
@@ -222,6 +259,55 @@ result = [refusal, [c.split()[1] for c in driver_calls() if c.startswith("cuModu
             f"compute capability {sm // 10}.{sm % 10}: compile with --target cuda:sm_{sm}",
             [],
         )
+
+
+CONTEXTS = """
+step = lambda mine: mine.compute(operands())
+fake = ctypes.CDLL("libcuda.so.1")
+gone = ctypes.c_uint64()
+push, pop = fake.cuCtxPushCurrent_v2, lambda: fake.cuCtxPopCurrent_v2(ctypes.byref(gone))
+def launched_in():
+    return [call.split(" in ")[1].split()[0] for call in launched()]
+"""
+
+
+def test_kernels_are_those_of_the_threads_context(drive: Drive) -> None:
+    """Two contexts of one device."""
+    code = """
+mine = Kernel()
+said = []
+for context in (0x2000, 0x3000, 0x2000):
+    push(ctypes.c_uint64(context))
+    said.append(step(mine))
+    pop()
+result = [said, launched_in()]
+"""
+    said, contexts = drive(CONTEXTS + code)
+    assert said == [""] * 3
+    each = len(contexts) // 3
+    assert contexts == ["0x2000"] * each + ["0x3000"] * each + ["0x2000"] * each
+
+
+def test_a_load_that_fails_leaves_the_kernels_of_the_last_context(drive: Drive) -> None:
+    """Some of a node's kernels are there on device 1, because store_kv has them, others are not."""
+    code = """
+archs = ("sm_80", "sm_86")
+mine, stores = Kernel(given=attributes(archs=archs)), Kernel("store_kv", attributes(archs=archs))
+push(ctypes.c_uint64(0x2000))
+said = [step(mine)]
+push(ctypes.c_uint64(0x2001))
+given = operands(given=["kv_blocks", "k", "v", *UPDATE[2:5]])
+said.append(stores.compute(given))
+before = len(launched())
+os.environ["FAKE_FAIL"] = "cuModuleLoadData=2"
+said.append(step(mine))
+pop()
+said.append(step(mine))
+result = [said, launched_in()[before:]]
+"""
+    said, contexts = drive(CONTEXTS + code)
+    assert [not s for s in said] == [True, True, False, True]
+    assert set(contexts) == {"0x2000"}
 
 
 @pytest.mark.parametrize(

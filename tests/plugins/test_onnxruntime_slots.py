@@ -33,7 +33,7 @@ def test_attributes_allocators_and_streams(tmp_path: Path) -> None:
     )  # fmt: skip
     helper = onnx.helper
     data = onnx.numpy_helper.from_array(np.array([255, 0, 128], np.uint8))
-    node = helper.make_node("probe", ["x"], ["y"], domain="probe", bytes=data)
+    node = helper.make_node("probe", ["x"], ["y"], domain="probe", bytes=data, text="")
     x = helper.make_tensor_value_info("x", onnx.TensorProto.FLOAT, [1])
     y = helper.make_tensor_value_info("y", onnx.TensorProto.FLOAT, None)
     opsets = [helper.make_opsetid("", 23), helper.make_opsetid("probe", 1)]

@@ -168,6 +168,26 @@ result = [
     ]
 
 
+def test_a_step_that_needs_scratch_memory_is_refused_without(drive: Drive) -> None:
+    """TensorRT gives none where the plugin refused the profile's sizes."""
+    needed, split, whole, calls = drive("""
+mine = plugin().reload()
+given = operands(1, 1, 900, 200)
+needed = mine.workspace(operands(1, 2**31, 900, 200))
+split = mine.enqueue(given, addresses(given))
+before = len(kernels_launched())
+small = operands(1, 1, 900, 2)
+result = [needed, split, mine.enqueue(small, addresses(small)), before]
+""", driver=True)  # fmt: skip
+    sentence = (
+        r"update_and_attend: workspace: expected \d+ bytes, got none: the engine was built for a "
+        "profile that the kernels refuse; build it for a smaller one"
+    )
+    assert needed == calls == 0
+    assert re.fullmatch(sentence, split)
+    assert whole == ""
+
+
 @pytest.mark.parametrize(
     ("sm", "arch"),
     [(86, "sm_86"), (87, "sm_86"), (89, "sm_89"), (120, "sm_120"), (80, ""), (121, "")],

@@ -130,16 +130,3 @@ int cuLaunchKernel(const char* f, unsigned gx, unsigned gy, unsigned gz, unsigne
   return record("cuLaunchKernel", " %s in 0x%lx grid %u,%u,%u block %u,%u,%u shared %u stream %lx:"
                 "%s", f, contexts[depth - 1], gx, gy, gz, bx, by, bz, shared, stream, said);
 }
-#ifndef FAKE_OLD
-struct attribute { int id; char pad[4]; unsigned value[16]; };
-struct config { unsigned g[3], b[3], shared; uintptr_t stream; struct attribute* a; unsigned n; };
-int cuLaunchKernelEx(const struct config* c, const char* f, void** at, void** extra) {
-  if (executor) return 801;  // clusters are not modelled
-  char said[900];
-  arguments(said, f, at, extra);
-  return record("cuLaunchKernelEx", " %s grid %u,%u,%u block %u,%u,%u shared %u stream %lx "
-                "attributes %u: %d=%u,%u,%u:%s", f, c->g[0], c->g[1], c->g[2], c->b[0], c->b[1],
-                c->b[2], c->shared, c->stream, c->n, c->a[0].id, c->a[0].value[0],
-                c->a[0].value[1], c->a[0].value[2], said);
-}
-#endif

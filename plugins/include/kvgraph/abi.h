@@ -15,11 +15,7 @@
 
 #include "kvgraph/contract.h"
 
-#if defined(_WIN32)
-#define KVG_EXPORT __declspec(dllexport)
-#else
 #define KVG_EXPORT __attribute__((visibility("default")))
-#endif
 
 #ifdef __cplusplus
 extern "C" {

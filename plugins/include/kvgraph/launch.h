@@ -13,11 +13,7 @@
 
 #include "kvgraph/contract.h"
 
-#if defined(_WIN32)
-#define KVG_LAUNCH_EXPORT __declspec(dllexport)
-#else
 #define KVG_LAUNCH_EXPORT __attribute__((visibility("default")))
-#endif
 
 #ifdef __cplusplus
 extern "C" {
@@ -84,7 +80,7 @@ typedef struct kvg_launch {
   const kvg_argument* arguments;
   uint32_t num_arguments;
   uint32_t grid[3];     // in blocks
-  uint32_t cluster[3];  // in blocks; each divides its dim of the grid; all 0 or all 1: no clusters
+  uint32_t cluster[3];  // reserved: 0 or 1 each
   uint32_t num_warps;
   uint32_t shared_bytes;  // dynamic shared memory of a block
   void* stream;           // CUstream of the module's context; NULL: the default stream
@@ -188,9 +184,6 @@ KVG_LAUNCH_EXPORT int32_t kvg_cuda_bound_scratch(kvg_plan* plan, char* message,
 KVG_LAUNCH_EXPORT int32_t kvg_cuda_check_kernels(const void* record, size_t record_size,
                                                  const char* op, int32_t stores, char* message,
                                                  size_t message_size);
-// 1000 * major + 10 * minor of the newest CUDA that the driver knows.
-KVG_LAUNCH_EXPORT int32_t kvg_cuda_driver_version(int32_t* version, char* message,
-                                                  size_t message_size);
 KVG_LAUNCH_EXPORT int32_t kvg_cuda_device_count(int32_t* count, char* message, size_t message_size);
 // Fills in the fields after `ordinal`.
 KVG_LAUNCH_EXPORT int32_t kvg_cuda_describe(kvg_cuda_device* device, char* message,
