@@ -5,6 +5,7 @@ This module imports no framework, because plans are made on deployment machines 
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 from collections.abc import Iterable
@@ -12,7 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
-from kvgraph.contract.files import inside, open_regular
+from kvgraph.contract.files import inside, kind_of, open_regular
 from kvgraph.contract.safetensors import read_layout
 from kvgraph.errors import ModelError
 
@@ -48,10 +49,19 @@ class Index:
 def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
     """All tensors of the checkpoint in `folder` by name; empty if it has no safetensors.
 
-    Only headers are read. ModelError: a shard is missing, truncated or damaged.
+    Only headers are read. ModelError: a shard is missing, truncated or damaged, or two shards have
+    the same tensor.
     """
-    paths = shard_paths(folder)
-    return {stored.name: stored for path in paths for stored in _read_header(path)}
+    found: dict[str, StoredTensor] = {}
+    for path in shard_paths(folder):
+        for stored in _read_header(path):
+            other = found.setdefault(stored.name, stored)
+            if other is not stored:
+                raise ModelError(
+                    f"{folder}: {stored.name}: expected one shard with this tensor, got "
+                    f"{other.path.name} and {path.name}; download the shards of one checkpoint"
+                )
+    return found
 
 
 def shard_paths(folder: Path) -> list[Path]:
@@ -63,21 +73,36 @@ def shard_paths(folder: Path) -> list[Path]:
 
 
 def require_fetched(paths: Iterable[Path]) -> None:
-    """Raise ModelError if one of the files is a git-lfs pointer or a link to nothing.
+    """Raise ModelError if one of the files is a git-lfs pointer, a link to nothing, or no file,
+    such as a folder or a pipe.
 
     Files that are missing pass.
     """
     for path in paths:
         if os.path.islink(path) and not os.path.exists(path):
+            how = "leads in a circle" if _is_circle(path) else "is gone"
             raise ModelError(
-                f"{path}: expected the file, got a link to {path.readlink()}, which is gone; "
+                f"{path}: expected the file, got a link to {path.readlink()}, which {how}; "
                 "download it again"
+            )
+        if os.path.exists(path) and not os.path.isfile(path):
+            raise ModelError(
+                f"{path}: expected a file, got {kind_of(path.resolve())}; remove it, or put the "
+                "file in its place"
             )
         if _is_pointer(path):
             raise ModelError(
                 f"{path}: expected the file, got a pointer of git-lfs to it; fetch it with "
                 "git lfs pull"
             )
+
+
+def _is_circle(link: Path) -> bool:
+    try:
+        os.stat(link)
+    except OSError as error:
+        return error.errno == errno.ELOOP
+    return False
 
 
 def _is_pointer(path: Path) -> bool:
@@ -97,13 +122,17 @@ def read_index(folder: Path, name: str = INDEX) -> Index | None:
     try:
         with open_regular(path) as file:
             data = json.loads(file.read())
-        shards = {str(tensor): str(shard) for tensor, shard in data["weight_map"].items()}
+        shards: dict[str, str] = dict(data["weight_map"].items())
         total = (data.get("metadata") or {}).get("total_size")
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ModelError(
             f"{folder}: cannot read the weights: {name}: expected a weight_map, got a damaged file "
             f"({error})"
         ) from error
+    odd = [shard for shard in shards.values() if not isinstance(shard, str)]
+    if odd or not shards:
+        got = f"{type(odd[0]).__name__} {odd[0]!r:.100}" if odd else "none"
+        raise ModelError(f"{path}: weight_map: expected the name of each tensor's file, got {got}")
     for shard in sorted(set(shards.values())):
         if not _is_of(folder, shard):
             raise ModelError(

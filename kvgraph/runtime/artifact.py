@@ -17,6 +17,7 @@ from kvgraph.contract.params import KVCacheParams, KVCacheStrategy
 from kvgraph.contract.signature import GraphSignature
 from kvgraph.errors import ArtifactError, RequestError, UnsupportedError
 from kvgraph.ops.header import ABI_VERSION
+from kvgraph.runtime.external import require_places
 from kvgraph.runtime.folder import ArtifactFolder, state_of
 from kvgraph.runtime.intact import require_intact
 from kvgraph.runtime.machine import require_machine, require_threads
@@ -233,7 +234,8 @@ def read(folder: str | Path, *, verify: bool | None = None) -> Artifact:
 
 
 def verify(folder: str | Path) -> Artifact:
-    """Read an artifact that may be for another machine, and check its manifest and all its files.
+    """Read an artifact that may be for another machine, and check its manifest and all its files,
+    and that `model.onnx` points to the tensors of `weights.safetensors`.
 
     No session is opened, and the target is not checked. ArtifactError as in `load`.
     """
@@ -241,4 +243,7 @@ def verify(folder: str | Path) -> Artifact:
     artifact = Artifact(folder, read_manifest(folder))
     artifact.require_consistent()
     require_intact(folder, artifact.manifest, again=True)
+    if {"model.onnx", "weights.safetensors"} <= set(artifact.manifest.files):
+        for rank in range(artifact.ranks):
+            require_places(replace(artifact, rank=rank))
     return artifact

@@ -1,9 +1,10 @@
 """Renders chat templates: sandboxed Jinja, with the filters and functions of transformers.
 
-Decision: no time limit. An artifact is code (docs/trust.md), and its template is a part of it.
-The sandbox bounds `range` to 100,000, a text is at most MOST_CHARACTERS long, and endless recursion
-of macros fails. Nested loops may still run for long: run a stranger's template in a separate
-process.
+Decision: no limit of time or memory. An artifact is code (docs/trust.md), and its template is a
+part of it. Nothing of a template runs before it is rendered. The sandbox bounds `range` to 100,000,
+endless recursion of macros fails, and a rendered text has at most MOST_CHARACTERS. Nested loops may
+still run for long, and an expression may make a value of any size before a piece of text is
+counted: run a stranger's template in a separate process, with limits.
 """
 
 from __future__ import annotations

@@ -231,7 +231,9 @@ def test_forms_of_auto_round(
 def test_a_pipe_in_place_of_the_configuration(model: Path, tmp_path: Path) -> None:
     (model / "config.json").unlink()
     os.mkfifo(model / "config.json")
-    assert either(tmp_path, model) == f"{model}: expected config.json in a model folder, got none"
+    assert either(tmp_path, model) == (
+        f"{model}/config.json: expected a file, got a pipe; remove it, or put the file in its place"
+    )
 
 
 INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
@@ -317,6 +319,13 @@ def test_unsupported_architecture(tmp_path: Path, architecture: str, why: str) -
     """The configuration is enough to know: no weights are read."""
     configure(tmp_path / "model", model_type=architecture)
     assert_unsupported(refused(tmp_path / "model", tmp_path), architecture, why)
+
+
+def test_a_part_that_transformers_does_not_have_alone(tmp_path: Path) -> None:
+    part = {"text_config": {"model_type": "qwen2_5_omni_text"}}
+    configure(tmp_path / "model", model_type="qwen2_5_omni", thinker_config=part)
+    why = "transformers has no model of this part alone"
+    assert_unsupported(refused(tmp_path / "model", tmp_path), "qwen2_5_omni_text", why)
 
 
 @pytest.mark.parametrize(

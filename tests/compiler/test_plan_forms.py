@@ -338,6 +338,16 @@ def test_a_layer_as_tall_as_the_vocabulary_is_no_head(tmp_path: Path) -> None:
     assert sum(each.is_head for each in found.linears) == 1
 
 
+def test_experts_of_a_token_by_layer(tmp_path: Path) -> None:
+    """Hunyuan-A13B names them for each layer."""
+    sizes = {"num_experts": 8, "num_hidden_layers": 2, "head_dim": 16}
+    each = [
+        plan(configured(tmp_path / name, "hunyuan_v1_moe", moe_topk=topk, **sizes), max_seq_len=64)
+        for name, topk in (("one", 2), ("list", [2, 2]))
+    ]
+    assert each[0].active_parameters == each[1].active_parameters < each[1].parameters
+
+
 def test_experts_that_are_all_computed_are_said(tmp_path: Path) -> None:
     one = plan(configured(tmp_path / "one", "llama4_text", **FOUR), max_seq_len=None)
     assert one.active_parameters < one.parameters

@@ -103,6 +103,7 @@ def test_tokens_are_those_of_one_length(
     [
         (LONGROPE, OWN),
         (DYNAMIC, OWN * 4),
+        ({"rope_type": "linear", "rope_theta": BASE, "factor": 2.0}, OWN * 2),
         (YARN, OWN * 4),
         (YARN | {"original_max_position_embeddings": OWN // 8}, OWN),
         (YARN | {"factor": None}, OWN),
@@ -122,10 +123,16 @@ def test_a_length_that_the_model_does_not_have(
     assert not (tmp_path / "out").exists()
 
 
-def test_yarn_next_to_the_shorter_length(tmp_path: Path) -> None:
-    """As Qwen2.5 and Qwen3 tell to write it: the length is the one before YaRN."""
+@pytest.mark.parametrize(
+    "rope",
+    [
+        YARN | {"original_max_position_embeddings": 32},
+        {"rope_type": "linear", "rope_theta": BASE, "factor": 4.0},
+    ],
+)
+def test_scaling_next_to_the_shorter_length(rope: dict[str, Any], tmp_path: Path) -> None:
+    """As Qwen2.5 and Vicuna write it: the length is the one before the scaling."""
     sizes = {"max_position_embeddings": 32, "head_dim": 16}
-    rope = YARN | {"original_max_position_embeddings": 32}
     folder = make_model("qwen3", tmp_path / "model", **sizes, rope_parameters=rope)
     model = transformers.AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.float32, attn_implementation="eager"

@@ -205,12 +205,11 @@ def test_how_a_checkpoint_samples_is_said(
 
 
 def test_what_no_request_has_is_said(tmp_path: Path) -> None:
-    fields = {"suppress_tokens": [3, 4], "repetition_penalty": 2}
+    fields = {"suppress_tokens": [3, 4], "repetition_penalty": 2, "num_beams": 4, "typical_p": 1.0}
     (tmp_path / "generation_config.json").write_text(json.dumps(fields))
     assert generation_notes(tmp_path) == (
         "generation_config.json: the defaults of `kvgraph chat` and `serve`: repetition_penalty 2",
-        "generation_config.json: not applied, and no request can ask for it: "
-        "suppress_tokens [3, 4]",
+        "generation_config.json: not applied: suppress_tokens [3, 4], num_beams 4",
     )
 
 

@@ -46,6 +46,7 @@ from kvgraph.compiler.frontends.text_files import NAMES as TEXT_FILES
 from kvgraph.compiler.frontends.text_files import (
     as_id,
     as_ids,
+    end_notes,
     end_tokens,
     generation_notes,
     text_files,
@@ -161,6 +162,7 @@ def _load(
         is_quantized=quantization(config) is not None,
         notes=(
             *tokenizer_notes(folder, files, text.vocab_size),
+            *end_notes(eos, text.vocab_size),
             *generation_notes(folder),
             *notes_of(located.left),
             *_notes_of(layers, text, located.form),
@@ -361,7 +363,8 @@ def _require_decoder(transformers: ModuleType, config: PretrainedConfig, *, is_p
         is_part and type(config) in auto.MODEL_MAPPING
     )
     if not is_known or getattr(config, "is_encoder_decoder", False):
-        raise UnsupportedError(unsupported(kind, Reason.NO_DECODER.said()))
+        why = Reason.NO_PART if is_part and not is_known else Reason.NO_DECODER
+        raise UnsupportedError(unsupported(kind, why.said()))
     if getattr(config, "index_topk", None):
         raise UnsupportedError(unsupported(kind, Reason.SPARSE.said()))
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 
 from kvgraph.errors import ModelError
 
-DYNAMIC, YARN = "dynamic", "yarn"
+DYNAMIC, LINEAR, YARN = "dynamic", "linear", "yarn"
 ORIGINAL = "original_max_position_embeddings"
 
 RopeParameters = Mapping[str, object]
@@ -17,8 +17,8 @@ RopeParameters = Mapping[str, object]
 def most_tokens(given: RopeParameters, own: int) -> int:
     """Tokens of the longest context for which the rotary frequencies are valid, at least `own`.
 
-    `own`: the context length that the configuration names. Dynamic frequencies stretch to `factor`
-    times `own`, YaRN's to `factor` times the original length.
+    `own`: the context length that the configuration names. Dynamic and linear frequencies stretch
+    to `factor` times `own`, YaRN's to `factor` times the original length.
     `given`: rotary parameters, for all layers or by layer type. ModelError if a field is no number.
     """
     return max([own, *(_most(each, own) for each in _by_layer_type(given))])
@@ -41,7 +41,7 @@ def _by_layer_type(given: RopeParameters) -> Iterator[RopeParameters]:
 
 def _most(given: RopeParameters, own: int) -> int:
     kind = given.get("rope_type", given.get("type"))
-    if kind == DYNAMIC:
+    if kind in (DYNAMIC, LINEAR):
         return int(own * number(given, "factor"))
     if kind == YARN and given.get("factor") is not None:  # None: `own` is the stretched length
         return int(number({ORIGINAL: own, **given}, ORIGINAL) * number(given, "factor"))

@@ -135,9 +135,15 @@ def _notes(modules: Iterable[nn.Module], active: int | None) -> Iterator[str]:
 
 
 def _active(config: object) -> int | None:
-    """Number of experts that a token uses, by the family's name for it; None if it has none."""
+    """Number of experts that a token uses, by the family's name for it; None if it has none.
+
+    Of a list with a number for each layer, the largest.
+    """
     found = (getattr(config, name, None) for name in ACTIVE)
-    return next((number for number in found if isinstance(number, int)), None)
+    each = (given if isinstance(given, list) else [given] for given in found)
+    return next(
+        (max(some) for some in each if some and all(isinstance(n, int) for n in some)), None
+    )
 
 
 def _linear(name: str, layer: nn.Linear | Conv1D, *, is_tied: bool, is_head: bool) -> Linear:

@@ -13,6 +13,7 @@ class Reason(Enum):
 
     UNKNOWN = "transformers does not know it"
     NO_DECODER = "it is not a causal decoder"
+    NO_PART = "transformers has no model of this part alone"
     SEVERAL_PARTS = "it has several text configurations, or one for each layer"
     NO_LIMIT = "its configuration has no max_position_embeddings"
     NO_INTERFACE = "its attention has no interface"

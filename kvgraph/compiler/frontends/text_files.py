@@ -265,7 +265,9 @@ def generation_notes(folder: Path) -> tuple[str, ...]:
     if not path.is_file():
         return ()
     config = _read_object(path)
-    unknown = {name: config[name] for name in UNKNOWN_HERE if config.get(name) not in (None, [], 0)}
+    unknown = {
+        name: config[name] for name, none in UNKNOWN_HERE.items() if config.get(name) not in none
+    }
     applied = suggested(config)
     try:
         require_suggested(applied)
@@ -279,12 +281,32 @@ def generation_notes(folder: Path) -> tuple[str, ...]:
     )
 
 
-UNKNOWN_HERE = ("no_repeat_ngram_size", "suppress_tokens", "bad_words_ids")
-"""Settings of transformers that change the text and that SamplingParams does not have.
-`suppress_tokens` can be replaced by a request's `logit_bias`."""
+UNKNOWN_HERE: dict[str, tuple[object, ...]] = {
+    **dict.fromkeys(("no_repeat_ngram_size", "encoder_no_repeat_ngram_size"), (None, 0)),
+    **dict.fromkeys(("suppress_tokens", "begin_suppress_tokens", "bad_words_ids"), (None, [])),
+    **dict.fromkeys(("force_words_ids", "sequence_bias"), (None, [], {})),
+    **dict.fromkeys(("forced_bos_token_id", "forced_eos_token_id"), (None,)),
+    **dict.fromkeys(("typical_p", "encoder_repetition_penalty", "guidance_scale"), (None, 1)),
+    **dict.fromkeys(("epsilon_cutoff", "eta_cutoff", "penalty_alpha"), (None, 0)),
+    **dict.fromkeys(("num_beams", "num_beam_groups"), (None, 1)),
+    **dict.fromkeys(("min_length", "min_new_tokens"), (None, 0)),
+    **dict.fromkeys(("exponential_decay_length_penalty", "watermarking_config"), (None,)),
+}
+"""Settings of transformers that change the text and that are not applied -> values without effect.
+A request may ask for some of them by other names: `logit_bias`, `min_new_tokens`."""
 
 APPLIED = "the defaults of `kvgraph chat` and `serve`"
-WITHOUT_PLACE = "not applied, and no request can ask for it"
+WITHOUT_PLACE = "not applied"
+
+
+def end_notes(eos: Iterable[int], vocab_size: int) -> tuple[str, ...]:
+    """A note for the manifest if some of the end tokens `eos` are no ids of the model; else
+    empty."""
+    beyond = [token for token in eos if not 0 <= token < vocab_size]
+    if not beyond:
+        return ()
+    ids = ", ".join(map(str, beyond))
+    return (f"end tokens: the model's table of {vocab_size} rows has none for {ids}",)
 
 
 def end_tokens(path: Path) -> tuple[tuple[int, ...], int | None]:

@@ -27,7 +27,7 @@ from kvgraph.compiler.frontends.stored import HEAD, TABLE
 from kvgraph.compiler.quantized import gguf, weights_of
 from kvgraph.compiler.values import Cast, Values
 from kvgraph.contract.dtypes import ACTIVATIONS
-from kvgraph.errors import KVGraphError
+from kvgraph.errors import KVGraphError, UnsupportedError
 from kvgraph.signal_handlers import reraise_if_signalled
 
 if TYPE_CHECKING:
@@ -120,7 +120,8 @@ def locate(
     """Find the sources of `model`'s parameters, or why the values cannot be read as stored.
 
     `larger`: the configuration of the checkpoint's whole model, if `model` is its language part.
-    ModelError, as for a real load, if tensors are missing or have another shape.
+    ModelError, as for a real load, if tensors are missing or have another shape. UnsupportedError
+    for a weight of two or more dims that is stored as no floats.
     """
     wanted = _wanted(model)
     given = quantization(config)
@@ -154,15 +155,22 @@ def locate(
         if is_apart and TABLE in values and is_tied:
             values.setdefault(HEAD, values[TABLE])
     state = model.state_dict(keep_vars=True)
-    for names, _ in wanted:
+    for names, shape in wanted:
+        kinds = [stored[n].dtype for n in names if n in stored and not _is_read(read.get(n))]
+        made = [values[n].dtype for n in names if n in values and not _is_read(values[n])]
+        if len(shape) > 1 and state[names[0]].is_floating_point() and (kinds or made):
+            got = str([*kinds, *made][0]).removeprefix("torch.")
+            raise UnsupportedError(
+                f"{folder}: {names[0]}: expected floats of 16, 32 or 64 bits in a plain weight, "
+                f"got {got}; save the model in its own dtype"
+            )
+        if kinds:
+            return Located(None, f"{names[0]} is stored as {kinds[0]}", form)
         present = [name for name in names if name in values]
         each = [Cast(values[name], state[name].dtype) for name in present]
         if any(not _are_equal(each[0], other) for other in each[1:]):
             step = UNTIE if HEAD in present else ""
             return Located(None, f"tied {' and '.join(present)} differ", form, step)
-        kinds = [stored[n].dtype for n in names if n in stored and not _is_read(read.get(n))]
-        if kinds:
-            return Located(None, f"{names[0]} is stored as {kinds[0]}", form)
     own = [name for name in others if larger is None or name not in read]
     left = left_over(model, own, named)
     found: dict[str, Values] = {}

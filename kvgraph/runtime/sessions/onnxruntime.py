@@ -61,6 +61,7 @@ from kvgraph.errors import (
     UnsupportedError,
 )
 from kvgraph.ops import native
+from kvgraph.runtime.external import require_places
 from kvgraph.runtime.folder import ArtifactFolder
 from kvgraph.runtime.machine import default_threads
 from kvgraph.runtime.native_calls import native_call
@@ -110,6 +111,7 @@ class OnnxRuntimeSession(Session):
         register_ops(options)
         path = artifact.file("model.onnx")
         weights = artifact.file("weights.safetensors").parent
+        require_places(artifact)
         self._session = open_session(ort, path, options, provider, weights=weights)
         require_graph(self._session, path, self.signature)
         self._binding = self._session.io_binding()

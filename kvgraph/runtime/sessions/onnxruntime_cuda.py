@@ -31,6 +31,7 @@ from kvgraph.errors import (
     ArtifactError,
     DeviceError,
 )
+from kvgraph.runtime.external import require_places
 from kvgraph.runtime.folder import ArtifactFolder
 from kvgraph.runtime.sessions.cuda_driver import CudaDevice
 from kvgraph.runtime.sessions.cuda_errors import opening_error, step_error
@@ -133,6 +134,7 @@ def _open(ort: ModuleType, artifact: ArtifactFolder, device: CudaDevice) -> Infe
         "use_tf32": "0",
     }
     path = artifact.folder / "model.onnx"
+    require_places(artifact)
     try:
         return open_session(ort, path, options, PROVIDER, settings)
     except ArtifactError as error:

@@ -1,0 +1,87 @@
+"""Check that the weights which a `model.onnx` points to are where it says.
+
+ONNX Runtime reads them by place. So if another program writes `weights.safetensors` again, with
+other places, it would read other bytes without an error. The model is read as the wire format of
+protobuf, because deployment does not have the package onnx.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+from kvgraph.contract.files import open_regular
+from kvgraph.contract.safetensors import read_layout
+from kvgraph.errors import ArtifactError
+from kvgraph.runtime.folder import ArtifactFolder
+
+GRAPH, INITIALIZER, NAME, EXTERNAL_DATA = 7, 5, 8, 13
+"""Numbers of fields of ModelProto, GraphProto and TensorProto (two)."""
+
+VARINT, BYTES, SIZES = 0, 2, {1: 8, 5: 4}
+"""Wire types of protobuf; those with a fixed size, and the size."""
+
+
+def require_places(artifact: ArtifactFolder) -> None:
+    """Raise ArtifactError unless the weights of the artifact's rank have every tensor that its
+    model points to, there.
+
+    A model that is no protobuf passes: ONNX Runtime refuses it.
+    """
+    model, weights = artifact.file("model.onnx"), artifact.file("weights.safetensors")
+    layout = read_layout(weights)
+    for name, (start, size) in _places(model, weights.name).items():
+        found = layout.get(name)
+        if found is None or (found.offset, found.nbytes) != (start, size):
+            got = f"{found.nbytes} from byte {found.offset}" if found else "none"
+            raise ArtifactError(
+                f"{weights}: {name}: expected {size} bytes from byte {start}, as {model.name} "
+                f"says, got {got}; compile the model again"
+            )
+
+
+def _places(model: Path, location: str) -> dict[str, tuple[int, int]]:
+    """First byte and size of each initializer in the file `location`; empty if `model` is
+    damaged."""
+    found = {}
+    with suppress(OSError, ValueError, LookupError), open_regular(model) as file:
+        graph = b"".join(value for number, value in _fields(file.read()) if number == GRAPH)
+        for tensor in (value for number, value in _fields(graph) if number == INITIALIZER):
+            fields = list(_fields(tensor))
+            entries = [_fields(value) for number, value in fields if number == EXTERNAL_DATA]
+            said = dict([str(text, "utf-8") for _, text in entry] for entry in entries)
+            if said.get("location") == location:
+                name = str(dict(fields)[NAME], "utf-8")
+                found[name] = int(said.get("offset", 0)), int(said["length"])
+    return found
+
+
+def _fields(message: bytes | memoryview) -> Iterator[tuple[int, memoryview]]:
+    """Number and content of each field that holds bytes, in order. ValueError or LookupError for a
+    damaged message."""
+    view, at = memoryview(message), 0
+    while at < len(view):
+        key, at = _varint(view, at)
+        kind = key & 7
+        if kind == BYTES:
+            size, at = _varint(view, at)
+            if at + size > len(view):
+                raise ValueError(f"{size} bytes from byte {at} of {len(view)}")
+            yield key >> 3, view[at : at + size]
+            at += size
+        elif kind == VARINT:
+            _, at = _varint(view, at)
+        else:
+            at += SIZES[kind]
+
+
+def _varint(view: memoryview, at: int) -> tuple[int, int]:
+    """The number at byte `at`, and the byte after it."""
+    number = shift = 0
+    while True:
+        byte = view[at]
+        number |= (byte & 127) << shift
+        at, shift = at + 1, shift + 7
+        if byte < 128:
+            return number, at
