@@ -99,12 +99,12 @@ def compile_here(model: Path, out: Path, target: str) -> None:
     resource.setrlimit(resource.RLIMIT_DATA, (DATA_BYTES, DATA_BYTES))
     made: list[Any] = []
 
-    class ModelSizes(pipeline.NullKVCacheManager):
+    class PretendedPool(pipeline.NullKVCacheManager):
         def __init__(self, *given: Any, **named: Any) -> None:
             super().__init__(*given, **named | {"available_cache_memory": POOL_BYTES})
             made.append(self)
 
-    pipeline.NullKVCacheManager = ModelSizes  # type: ignore[misc]
+    pipeline.NullKVCacheManager = PretendedPool  # type: ignore[misc]
     start, stages = time.perf_counter(), []
 
     def progress(stage: str) -> None:

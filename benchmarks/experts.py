@@ -27,8 +27,9 @@ import torch
 from onnx import TensorProto, helper, numpy_helper
 
 from kvgraph.bench.limits import read_limits
-from kvgraph.compiler.packed_weights import Packed, pack_each
+from kvgraph.compiler.packed_weights import Packed
 from kvgraph.ops import EXPERTS, native
+from tests.support.packed import pack_each
 
 LAYERS, EXPERTS_COUNT, ACTIVE, WIDTH, INNER = 8, 32, 4, 1024, 512
 REPEATS, PAUSE_SECONDS = 5, 0.3

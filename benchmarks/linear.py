@@ -29,10 +29,11 @@ import torch
 from onnx import TensorProto, helper
 
 from kvgraph.bench.limits import read_limits
-from kvgraph.compiler.packed_weights import Packed, StoredRows, keep, pack
+from kvgraph.compiler.packed_weights import Packed, StoredRows
 from kvgraph.contract.dtypes import DTYPES
 from kvgraph.ops import LINEAR, OPSET_DOMAIN, OPSET_VERSION, native
 from kvgraph.ops.packed import E2M1, INT8, INTEGERS, NVFP4, NVFP4_GROUP, Form
+from tests.support.packed import keep, pack
 
 LAYERS, N, K = 24, 2816, 1024
 REPEATS, PAUSE_SECONDS = 15, 0.3

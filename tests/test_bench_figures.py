@@ -22,9 +22,9 @@ from kvgraph.bench.engines import CaseResult, EngineResult
 from kvgraph.bench.figures import make_figures
 from kvgraph.bench.limits import Gemm, Limits, read_limits
 from kvgraph.bench.protocol import Case, Settings, make_prompts, plan_cases
-from kvgraph.compiler.packed_weights import pack
 from kvgraph.contract.manifest import read_manifest
 from tests.support.artifacts import Compiled
+from tests.support.packed import pack
 
 GOLDEN = [[1, 15730, 25756, 16263, 21924], [1, 11913, 4192, 7321, 25561]]
 

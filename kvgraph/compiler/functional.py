@@ -27,6 +27,7 @@ from kvgraph.compiler.passes.parameters import name_outputs
 from kvgraph.compiler.passes.require_tokens_apart import CACHE_OPS
 from kvgraph.compiler.passes.writes import (
     base_of,
+    functional_form,
     gives_its_operand,
     write_elsewhere,
     write_part_elsewhere,
@@ -104,24 +105,12 @@ def _replaced(call: Node) -> bool:
 
     The new value stands for the node that was written, or for the value that it is a part of.
     """
-    op = _functional(call.target)
+    op = functional_form(call.target)
     if op is None or len(written_by(call)) > 1:
         return False
     if writes_are_plain([call]):
         return write_elsewhere(call, op)
     return write_part_elsewhere(call, op)
-
-
-def _functional(target: object) -> OpOverload | None:
-    """The operator without the write, as `aten.mul.Tensor` for `aten.mul_.Tensor`; None: none."""
-    if not isinstance(target, OpOverload) or not target._opname.endswith("_"):
-        return None
-    packet = getattr(getattr(torch.ops, target.namespace), target._opname[:-1], None)
-    op = getattr(packet, target._overloadname, None)
-    if not isinstance(op, OpOverload) or op._schema.is_mutable:
-        return None
-    names = [[given.name for given in each._schema.arguments] for each in (op, target)]
-    return op if names[0] == names[1] else None
 
 
 def _rules(graph: Graph) -> dict[OpOverload, Callable[..., object]]:

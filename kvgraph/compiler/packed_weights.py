@@ -96,53 +96,14 @@ class Section:
         return cls(len(stored.numbers), stored.rows, bias)
 
 
-def pack(
-    weights: Sequence[Array],
-    bits: int,
-    bias: Sequence[Array | None] = (),
-    *,
-    interleave: bool = False,
-) -> Packed:
-    """Pack float32 weights `[N, K]` of equal K to `bits`, one after the other.
-
-    `interleave`: two weights take turns panel by panel.
-    Columns are padded to panels and K to `DEPTH`, with zeros.
-    """
-    given = list(bias) or [None] * len(weights)
-    sections = [Section.of(w, b) for w, b in zip(weights, given, strict=True)]
-    width = weights[0].shape[1]
-    return _joined(pack_in_parts(sections, width, Form(bits), interleave=interleave))
-
-
-def pack_each(
-    experts: Iterable[tuple[Sequence[Array], Sequence[Array | None]]], bits: int
-) -> Packed:
-    """Pack weights and biases of each expert; operands have the experts as first dim.
-
-    Two weights of an expert are gate and up, which take turns panel by panel.
-    """
-    given = list(experts)
-    each = [
-        [Section.of(w, b) for w, b in zip(weights, biases or [None] * len(weights), strict=True)]
-        for weights, biases in given
-    ]
-    width, has_bias = given[0][0][0].shape[1], each[0][0].bias is not None
-    whole = _joined(pack_in_turn(each, width, Form(bits), has_bias=has_bias))
-    return Packed(
-        bits, **_arrays([whole], lambda own: own[0].reshape(len(each), -1, *own[0].shape[1:]))
-    )
-
-
-def keep(parts: Sequence[StoredRows], form: Form, *, interleave: bool = False) -> Packed:
-    """Pack stored rows without rounding; otherwise like `pack`."""
-    sections, width = [Section.kept(part) for part in parts], parts[0].numbers.shape[1]
-    return _joined(pack_in_parts(sections, width, form, interleave=interleave))
-
-
 def pack_in_parts(
     sections: Sequence[Section], width: int, form: Form, *, interleave: bool = False
 ) -> Iterator[Packed]:
-    """Pack sections like `pack`, and yield some panels at a time."""
+    """Pack layers `[N, width]` one after the other, and yield some panels at a time.
+
+    `interleave`: two sections take turns panel by panel.
+    Columns are padded to panels and the width to `DEPTH`, with zeros. Stored rows are not rounded.
+    """
     has_bias = any(each.bias is not None for each in sections)
     each = [sections] if interleave else [[section] for section in sections]
     return pack_in_turn(each, width, form, has_bias=has_bias)
@@ -196,7 +157,8 @@ def _arrays(parts: Sequence[Packed], join: Callable[[list[Array]], Array]) -> di
     return {name: join([getattr(part, name) for part in parts]) for name in present}
 
 
-def _joined(parts: Iterable[Packed]) -> Packed:
+def joined(parts: Iterable[Packed]) -> Packed:
+    """The operands whose panels are those of `parts`, one after the other."""
     found = list(parts)
     return Packed(found[0].bits, **_arrays(found, np.concatenate))
 
@@ -216,7 +178,7 @@ def _pack_panels(section: Section, span: range, width: int, form: Form, has_bias
         rows = _in_panels(found, padded_depth(width))
         step = max(1, BLOCK_ELEMENTS // rows[0].size)
         blocks = [rows[start : start + step] for start in range(0, len(rows), step)]
-        packed = _joined(_pack_block(block, form.bits) for block in blocks)
+        packed = joined(_pack_block(block, form.bits) for block in blocks)
     if not has_bias:
         return packed
     bias = np.zeros(len(span) * COLUMNS, np.float32)

@@ -10,9 +10,15 @@ from collections.abc import Iterator
 
 
 def first_line(error: BaseException) -> str:
-    """First line of an error's message, without addresses of objects; its type if it has none."""
-    text = str(error).strip() or type(error).__name__
-    return re.sub(r" at 0x[0-9a-f]+", "", text.splitlines()[0])
+    """The first line of an error's message, with the second if the first ends with a colon; the
+    error's type if it has no message. Addresses of objects are left out."""
+    is_quoted = isinstance(error, KeyError) and len(error.args) == 1  # its text has quotes
+    text = str(error.args[0] if is_quoted else error)
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    if not lines:
+        return type(error).__name__
+    said = " ".join(lines[: 2 if lines[0].endswith(":") else 1])
+    return re.sub(r" at 0x[0-9a-f]+", "", said)
 
 
 @contextlib.contextmanager

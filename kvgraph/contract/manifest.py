@@ -110,13 +110,12 @@ class ProfileInfo:
 
 @dataclass(frozen=True, slots=True)
 class EngineInfo:
-    """A TensorRT engine: the library that builds and runs it, and the weights that it needs.
+    """A TensorRT engine, and the library that builds and runs it.
 
     `module`: "tensorrt_rtx" or "tensorrt", of `version`: it built the engine, and only it can read
     it. `archs`: architectures that run the engine; empty: all that the module supports. `profiles`:
-    in the engine's order. `refit`: weights that the engine lacks, by their names in
-    weights.safetensors. `host_code`: the plugins' library is part of the engine, so reading the
-    engine runs code from it.
+    in the engine's order. `host_code`: the plugins' library is part of the engine, so
+    reading the engine runs code from it.
 
     `version` is empty if the engine is not built yet. `names`: the engine's names of the
     signature's inputs and outputs, if they differ; a buffer written in place has no output.
@@ -126,7 +125,6 @@ class EngineInfo:
     version: str
     archs: list[str]
     profiles: list[ProfileInfo]
-    refit: list[str] = field(default_factory=list)
     host_code: bool = False
     names: dict[str, str] = field(default_factory=dict)
 

@@ -9,7 +9,8 @@
 
 namespace ort {
 
-constexpr uint32_t kApiVersion = 21;  // requested version; runtimes from 1.21 on have it
+// The version of the interface that is requested, not the oldest runtime: see kOldestMinor.
+constexpr uint32_t kApiVersion = 21;
 // The oldest runtime of major version 1 that runs artifacts: those before it do not know their
 // opset, or crash at an operand left out before the last.
 constexpr int kOldestMinor = 28;

@@ -186,7 +186,7 @@ def test_quantised_checkpoints(model: Path, tmp_path: Path, method: str | None, 
     got = f"a checkpoint quantised by {method!r}" if method else "no quant_method"
     assert either(tmp_path, model) == (
         f"{model}/config.json: quantization_config: expected one of {list(QUANTIZED)}, got {got}; "
-        "compile the one that it was made from, with --weights int4 or int8"
+        "compile the checkpoint that it was made from, with --weights int4 or int8"
     )
 
 
@@ -195,7 +195,7 @@ def test_checkpoints_of_mlx(model: Path, tmp_path: Path, names: list[str]) -> No
     configure(model, **{name: {"group_size": 64, "bits": 4} for name in names})
     assert either(tmp_path, model) == (
         f"{model}/config.json: quantization: expected none, got a checkpoint of MLX (mlx-lm); "
-        "compile the one that it was made from, with --weights int4 or int8"
+        "compile the checkpoint that it was made from, with --weights int4 or int8"
     )
 
 
@@ -223,8 +223,8 @@ def test_forms_of_auto_round(
     assert either(tmp_path, model) == (
         f"{model}/config.json: quantization_config: expected a packing_format of "
         f"['auto_round:auto_awq', 'auto_round:auto_gptq'] without a rotation_config, got {got}; "
-        f'export it with format="{form}", or compile the one that it was made from, with '
-        "--weights int4 or int8"
+        f'export it with format="{form}", or compile the checkpoint that it was made from, '
+        "with --weights int4 or int8"
     )
 
 

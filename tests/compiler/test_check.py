@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -146,6 +147,74 @@ def test_logits_that_are_not_finite(
     )
 
 
+Spoil = Callable[[np.ndarray[Any, Any]], object]
+"""Gives the logits of a step of one token, `[vocab]`, from those of its row, `[T, vocab]`."""
+
+
+def spoil_steps(monkeypatch: pytest.MonkeyPatch, spoil: Spoil, *, in_one_piece: bool) -> None:
+    """Other logits of the first row's last token, where it is a step of its own or everywhere."""
+    import kvgraph.build
+
+    right = kvgraph.build.run_artifact
+
+    def wrong(folder: Path, rows: Any, chunk: int) -> list[Any]:
+        found = right(folder, rows, chunk)
+        if in_one_piece or chunk < len(rows[0]):
+            found[0][-1] = spoil(found[0])
+        return found
+
+    monkeypatch.setattr(kvgraph.build, "run_artifact", wrong)
+
+
+@pytest.mark.parametrize(
+    ("model", "options", "spoil", "said"),
+    [
+        ("llama", {"weights": "bf16"}, lambda row: np.nan, "got inf in the lowered graph"),
+        ("llama", {"weights": "int8"}, lambda row: row[0], "in a step of one token"),
+        ("llama", {"weights": "int4"}, lambda row: 0, "in a step of one token"),
+        ("qwen3_moe", {"weights": "bf16"}, lambda row: row[0], "in a step of one token"),
+        ("qwen3_moe", {"weights": "int4"}, lambda row: 0, "in a step of one token"),
+    ],
+    ids=["bf16", "int8", "int4", "experts in bf16", "experts in int4"],
+)
+def test_a_step_of_one_token_that_is_wrong(
+    model: str,
+    options: dict[str, Any],
+    spoil: Spoil,
+    said: str,
+    tmp_path: Path,
+    model_folder: ModelFolder,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    spoil_steps(monkeypatch, spoil, in_one_piece=False)
+    assert said in refusal(model_folder(model), tmp_path / "out", **options)
+
+
+def test_a_step_that_is_rounded_as_in_one_piece_passes(
+    tmp_path: Path, model_folder: ModelFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As after another choice of experts: few tokens may differ, and this is one of them."""
+    spoil_steps(monkeypatch, lambda row: row[0], in_one_piece=True)
+    manifest = kvgraph.compile(model_folder("llama"), tmp_path / "out", weights="int8")
+    assert manifest.notes[-1] == CHECKED
+
+
+@pytest.mark.parametrize("most_bytes", [1 << 30, 0])
+@pytest.mark.parametrize(
+    ("window", "note"), [(24, ""), (100, "; windows of 100 tokens were not reached")]
+)
+def test_windows_that_the_rows_do_not_reach(
+    window: int, note: str, most_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A model whose code has read its window before it is cut."""
+    folder = make_model("mistral", tmp_path / "model", sliding_window=window)
+    monkeypatch.setattr(run, "cut_windows", lambda module: contextlib.nullcontext())
+    monkeypatch.setattr(run, "MOST_BYTES", most_bytes)
+    manifest = kvgraph.compile(folder, tmp_path / "out", page_size=16)
+    layers = "all layers" if most_bytes else "one layer of each kind (layer 0)"
+    assert manifest.notes[-1] == CHECKED.replace("all layers", layers) + note
+
+
 class Traced(nn.Module):
     """Its forward pass is another one while it is exported."""
 
@@ -241,6 +310,25 @@ def test_error_of_a_token() -> None:
     half = compare.Tolerance(0.1, 0.5)
     assert compare.difference([shifted], [expected], half).fits
     assert not compare.difference([shifted], [expected], compare.EXACT).fits
+
+
+@pytest.mark.parametrize("kind", compare.ROUNDED)
+def test_a_token_that_is_not_finite_is_enough(kind: str) -> None:
+    expected = np.random.default_rng(0).standard_normal((80, 8)).astype(np.float32)
+    allowed = compare.tolerance([kind], routed=True)
+    found = expected.copy()
+    assert compare.difference([found], [expected], allowed).fits
+    found[3, 2] = np.nan
+    assert not compare.difference([found], [expected], allowed).fits
+    expected[3, 2] = np.nan
+    assert compare.difference([found], [expected], allowed).fits == (allowed.share < 1)
+
+
+@pytest.mark.parametrize("kind", ["float16", "bfloat16", "bf16"])
+def test_every_token_counts_in_16_bits_without_a_router(kind: str) -> None:
+    assert compare.tolerance([kind]).share == 1
+    assert compare.tolerance([kind], routed=True).share == compare.ROUTED_SHARE
+    assert compare.tolerance(["float32"], routed=True) == compare.EXACT
 
 
 @pytest.mark.filterwarnings("error")

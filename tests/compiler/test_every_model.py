@@ -7,10 +7,12 @@ import json
 import pytest
 import transformers
 
+import kvgraph
 from kvgraph.compiler.frontends.refusals import Reason, unsupported
+from tools.models import __main__ as command
 from tools.models import cases, page
 from tools.models.__main__ import judged
-from tools.models.judge import Verdict
+from tools.models.judge import Verdict, judge
 
 GOLDEN = json.loads(page.GOLDEN.read_text())
 
@@ -52,3 +54,33 @@ def test_a_verdict_is_kept_by_its_reason() -> None:
     assert (
         page.result_of(Verdict("refused", "its attention is not causal")) == "refused: NOT_CAUSAL"
     )
+
+
+def test_a_refused_check_means_other_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise kvgraph.CheckError("logits differ")
+
+    monkeypatch.setattr(kvgraph, "compile", refuse)
+    assert judge("llama") == Verdict("other tokens", "CheckError: logits differ")
+
+
+def test_a_library_that_is_missing_is_no_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise kvgraph.MissingDependencyError("onnx is not installed")
+
+    monkeypatch.setattr(kvgraph, "compile", refuse)
+    with pytest.raises(kvgraph.MissingDependencyError) as raised:
+        judge("llama")
+    assert raised.value.__notes__ == ["case llama: no verdict, as it was not compiled"]
+
+
+@pytest.mark.parametrize(("result", "written"), [("right", 1), ("other tokens", 0)])
+def test_other_tokens_are_not_written(
+    result: str, written: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found: list[object] = []
+    monkeypatch.setattr(command, "judged", lambda names: [("llama", Verdict(result))])
+    monkeypatch.setattr(page, "write", found.append)
+    monkeypatch.setattr("sys.argv", ["models", "--write"])
+    assert command.main() == 1 - written
+    assert len(found) == written

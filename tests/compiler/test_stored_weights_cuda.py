@@ -14,7 +14,7 @@ from torch.export import ExportedProgram
 from torch.fx import Node
 
 import kvgraph
-from kvgraph.compiler import gpu_weights, packed_weights
+from kvgraph.compiler import gpu_weights
 from kvgraph.compiler.frontends import huggingface
 from kvgraph.compiler.passes import PassReport
 from kvgraph.compiler.passes.drop_no_ops import drop_no_ops
@@ -29,6 +29,7 @@ from kvgraph.ops import QUANTIZED_LINEAR, matrices, packed
 from kvgraph.ops.packed import E2M1, E4M3, INT8, INTEGERS, LEVELS, Form
 from kvgraph.ops.torch_arrays import array_over
 from tests.support import quantized
+from tests.support.packed import keep
 from tests.support.plans import plan
 from tests.support.programs import program_of, step
 
@@ -194,7 +195,7 @@ def test_larger_groups_repeat_their_scales(group: int, inputs: int) -> None:
     )
     wanted = ((levels + offsets) * scales).numpy()
     assert np.array_equal(matrices.decode(*arrays, inputs, 4, form.group), wanted)
-    panels = packed_weights.keep([given], form)  # the same on a CPU
+    panels = keep([given], form)  # the same on a CPU
     operands = panels.weight, panels.scales, panels.group_bytes
     decoded = packed.decode(*operands, form.group, form.codes)[:4, :inputs]
     assert np.array_equal(decoded.astype(np.float32), wanted)

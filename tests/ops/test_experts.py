@@ -11,13 +11,14 @@ import pytest
 import torch
 from torch.nn import functional
 
-from kvgraph.compiler.packed_weights import Packed, pack_each
+from kvgraph.compiler.packed_weights import Packed
 from kvgraph.errors import KernelError
 from kvgraph.ops import EXPERTS, native, torch_ops
 from kvgraph.ops._experts import experts
 from kvgraph.ops.packed import GELU, GELU_TANH, MOST_SUMMED, SILU
 from tests.ops.test_linear import ISAS
 from tests.support.isa import forced_isa
+from tests.support.packed import pack_each
 
 Array = npt.NDArray[Any]
 

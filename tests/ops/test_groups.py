@@ -9,13 +9,14 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from kvgraph.compiler.packed_weights import Packed, StoredRows, keep, shapes
+from kvgraph.compiler.packed_weights import Packed, StoredRows, shapes
 from kvgraph.ops import EXPERTS, LINEAR, native
 from kvgraph.ops._experts import experts
 from kvgraph.ops._linear import linear
 from kvgraph.ops.packed import E2M1, E4M3, INT8, INTEGERS, LEVELS, NVFP4, Form, decode
 from tests.support.isa import forced_isa
 from tests.support.linears import refusals, require_equal_rows
+from tests.support.packed import keep
 
 Array = npt.NDArray[Any]
 

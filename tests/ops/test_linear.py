@@ -12,12 +12,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvgraph.compiler.packed_weights import Packed, pack
+from kvgraph.compiler.packed_weights import Packed
 from kvgraph.ops import LINEAR, native, torch_ops
 from kvgraph.ops._linear import linear
 from kvgraph.ops.packed import MOST_SUMMED, quantize_rows, unpack
 from tests.support.isa import forced_isa
 from tests.support.linears import refusals, require_equal_rows
+from tests.support.packed import pack
 
 Array = npt.NDArray[Any]
 

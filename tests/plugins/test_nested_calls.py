@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvgraph.compiler.packed_weights import pack
 from kvgraph.ops import EXPERTS, LINEAR, native
 from tests.ops.test_experts import call_of
 from tests.ops.test_linear import operands
 from tests.support.host_threads import host_threads
+from tests.support.packed import pack
 
 
 def linear_of(rows: int) -> Callable[[], Any]:

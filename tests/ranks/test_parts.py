@@ -124,6 +124,21 @@ def test_a_plan_that_cuts_no_attention_is_not_enough(
         cut(model, 2, 0)
 
 
+def test_kinds_of_layers_with_equally_wide_heads(tmp_path: Path) -> None:
+    """Gemma 4: two kv heads of 16 in layers with a window, one of 32 in others."""
+    heads = {"num_key_value_heads": 2, "num_global_key_value_heads": 1, "global_head_dim": 32}
+    kinds = {"layer_types": ["sliding_attention", "full_attention"], "attention_k_eq_v": True}
+    others = {"hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0}
+    folder = make_model("gemma4_text", tmp_path / "m", **heads, **kinds, **others)
+    model = huggingface.load(folder, "float32")
+    whole = dict(model.module.named_parameters())
+    for rank in range(4):
+        own = dict(cut(model, 4, rank).module.named_parameters())
+        for layer, parts in ((0, 2), (1, 1)):
+            name = f"model.model.layers.{layer}.self_attn.k_proj.weight"
+            assert torch.equal(own[name], whole[name].chunk(parts)[rank * parts // 4])
+
+
 def test_packed_projections_are_cut_part_by_part(tmp_path: Path) -> None:
     """Phi-3: four query heads and two kv heads of 16 in one, gate and up in another."""
     model = huggingface.load(make_model("phi3", tmp_path / "m"), "float32")

@@ -6,7 +6,6 @@ given: nothing reaches it but through them. Names are those of `tensorrt_rtx`.
 
 from __future__ import annotations
 
-import ctypes
 import enum
 import json
 import types
@@ -88,16 +87,9 @@ class FakeTensorRT(types.ModuleType):
         self.driver, self.options = driver, options
         self.engines: list[FakeEngine] = []
         self.libraries: list[str] = []
-        self.refitted: dict[str, bytes] = {}
 
     def Runtime(self, logger: Any) -> FakeRuntime:
         return FakeRuntime(self, logger)
-
-    def Refitter(self, engine: FakeEngine, logger: Any) -> FakeRefitter:
-        return FakeRefitter(engine, logger)
-
-    def Weights(self, type: DataType, ptr: int, count: int) -> Any:
-        return ctypes.string_at(ptr, count * DTYPES[type.value].numpy.itemsize)
 
 
 class FakeRuntime:
@@ -130,28 +122,6 @@ class FakeRuntime:
         engine = FakeEngine(self.trt, self.logger, described | self.trt.options)
         self.trt.engines.append(engine)
         return engine
-
-
-class FakeRefitter:
-    """Wants every weight that the engine says it lacks, in its own dtype and size."""
-
-    def __init__(self, engine: FakeEngine, logger: Any) -> None:
-        self.engine, self.logger = engine, logger
-        self.missing = dict(engine.described.get("stripped", {}))
-
-    def set_named_weights(self, name: str, weights: bytes) -> bool:
-        if self.missing.get(name) != len(weights):
-            self.logger.log(Severity.ERROR, f"{name}: {len(weights)} bytes do not fit")
-            return False
-        del self.missing[name]
-        self.engine.trt.refitted[name] = weights
-        return True
-
-    def get_missing_weights(self) -> list[str]:
-        return list(self.missing)
-
-    def refit_cuda_engine(self) -> bool:
-        return not self.missing
 
 
 class FakeEngine:

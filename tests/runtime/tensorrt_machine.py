@@ -128,10 +128,3 @@ ONE_TOKEN = kvgraph.ModelInputs(
 def manager_of(session: Any, num_pages: int = 16) -> kvgraph.PagedKVCacheManager:
     params = session.artifact.params()
     return kvgraph.PagedKVCacheManager(params, session, num_pages, max_batch_size=4)
-
-
-def weights_of(artifact: Any) -> dict[str, bytes]:
-    from safetensors.numpy import load_file
-
-    loaded = load_file(artifact.folder / "weights.safetensors")
-    return {name: array.tobytes() for name, array in loaded.items()}

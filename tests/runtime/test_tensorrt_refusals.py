@@ -24,7 +24,7 @@ from kvgraph.errors import (
 )
 from tests.runtime.drive import prefill
 from tests.runtime.fake_tensorrt import FakeContext
-from tests.runtime.tensorrt_machine import ONE_TOKEN, Machine, manager_of, weights_of
+from tests.runtime.tensorrt_machine import ONE_TOKEN, Machine, manager_of
 
 
 def test_an_engine_of_another_version(gpu: Machine) -> None:
@@ -238,26 +238,3 @@ def test_a_capture_that_fails_is_ended(gpu: Machine, monkeypatch: pytest.MonkeyP
         session.run(ONE_TOKEN, manager.runtime_inputs([[context]]), capture=True)
     assert gpu.driver.captured is None
     assert session.run(ONE_TOKEN, manager.runtime_inputs([[context]])).shape[0] == 1
-
-
-# -- weights that the engine lacks
-
-
-def test_weights_are_refitted_from_the_one_file(gpu: Machine) -> None:
-    weights = weights_of(gpu.artifact())
-    sizes = {name: len(data) for name, data in weights.items()}
-    gpu.artifact(engine={"refit": list(weights)}, stripped=sizes).session()
-    assert gpu.trt.refitted == weights
-
-
-def test_weights_that_do_not_fit_the_engine(gpu: Machine) -> None:
-    name, data = next(iter(weights_of(gpu.artifact()).items()))
-    short = gpu.artifact(engine={"refit": [name]}, stripped={name: len(data) - 4})
-    with pytest.raises(ArtifactError, match=rf"{name}: expected the weights that .* do not fit"):
-        short.session()
-    more = gpu.artifact(engine={"refit": [name]}, stripped={name: len(data), "other": 4})
-    with pytest.raises(ArtifactError, match=r"to be all that it lacks, got \['other'\]"):
-        more.session()
-    unknown = gpu.artifact(engine={"refit": ["nowhere"]}, stripped={"nowhere": 4})
-    with pytest.raises(ArtifactError, match=r"nowhere: expected a tensor from model.engine"):
-        unknown.session()

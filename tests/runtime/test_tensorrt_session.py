@@ -318,7 +318,6 @@ def test_the_fake_runtime_has_the_real_ones_names() -> None:
         "Runtime": ("get_plugin_registry", "deserialize_cuda_engine", "engine_host_code_allowed"),
         "IPluginRegistry": ("load_library", "all_creators_recursive"),
         "IPluginCreatorV3One": ("plugin_namespace",),
-        "Refitter": ("set_named_weights", "get_missing_weights", "refit_cuda_engine"),
         "IRuntimeConfig": (
             "set_execution_context_allocation_strategy",
             "dynamic_shapes_kernel_specialization_strategy",

@@ -36,7 +36,10 @@ class NotMadeError(Exception):
 
 
 def judge(name: str) -> Verdict:
-    """What becomes of a case; writes nothing that stays."""
+    """What becomes of a case; writes nothing that stays.
+
+    Errors that say nothing of the case, such as a library that is missing, are raised.
+    """
     import kvgraph
 
     with tempfile.TemporaryDirectory() as scratch:
@@ -52,8 +55,11 @@ def judge(name: str) -> Verdict:
             kvgraph.compile(folder, out, backend="onnx", page_size=16)
         except kvgraph.UnsupportedError as error:
             return Verdict("refused", str(error).rpartition("cannot be compiled: ")[2])
-        except kvgraph.KVGraphError as error:
+        except kvgraph.CheckError as error:
             return Verdict("other tokens", _first_line(error))
+        except kvgraph.KVGraphError as error:
+            error.add_note(f"case {name}: no verdict, as it was not compiled")
+            raise
         greedy = kvgraph.SamplingParams(max_new_tokens=NEW, ignore_eos=True)
         with kvgraph.Engine(out, num_pages=64, max_batch_tokens=64) as engine:
             done = engine.generate(prompts, greedy)

@@ -17,7 +17,13 @@ from functools import partial
 from pathlib import Path
 
 from kvgraph.compiler.cache import CachePlan, plan_cache
-from kvgraph.compiler.check.compare import Logits, Tolerance, difference, tolerance
+from kvgraph.compiler.check.compare import (
+    Logits,
+    Tolerance,
+    difference,
+    step_difference,
+    tolerance,
+)
 from kvgraph.compiler.check.host import logits_of
 from kvgraph.compiler.check.interpret import ProgramRun
 from kvgraph.compiler.check.locate import wrong_layer
@@ -26,7 +32,7 @@ from kvgraph.compiler.check.ranks import rank_logits
 from kvgraph.compiler.check.reference import WINDOW, cut_windows, reference_logits
 from kvgraph.compiler.check.rows import OTHERS, Row, chunk_of, crowd_of, rows_of
 from kvgraph.compiler.check.streamed import with_values
-from kvgraph.compiler.check.subject import parameter_bytes, reduced
+from kvgraph.compiler.check.subject import may_route, parameter_bytes, reduced
 from kvgraph.compiler.frontends.decoder import Decoder, probe
 from kvgraph.compiler.model import Model
 from kvgraph.compiler.trace import trace
@@ -43,6 +49,8 @@ from kvgraph.errors import CheckError
 from kvgraph.kv.forward import Chunk
 from kvgraph.plural import plural
 
+Run = Callable[[Sequence[Row], Chunk], list[Logits]]
+"""`run(rows, chunk)`: logits of every token."""
 RunArtifact = Callable[[Path, Sequence[Row], Chunk], list[Logits]]
 """`run(folder, rows, chunk)`: logits of every token, by the session of the artifact's backend."""
 Write = Callable[[Traced, Path], Manifest]
@@ -83,7 +91,8 @@ class Compiled:
         """The tolerance for the precisions of activations, weights and pools."""
         traced = self.traced
         rounded = [NAMES[bits] for bits in traced.weights.rounded]
-        return tolerance([*traced.kinds, self.manifest.weights, *rounded, *traced.pool_kinds])
+        kinds = [*traced.kinds, self.manifest.weights, *rounded, *traced.pool_kinds]
+        return tolerance(kinds, routed=may_route(traced.model))
 
 
 def check(compiled: Compiled, run: RunArtifact) -> str:
@@ -103,42 +112,39 @@ def check(compiled: Compiled, run: RunArtifact) -> str:
 def _check_whole(compiled: Compiled, run: RunArtifact) -> str:
     """Check the artifact itself, in the session that will run it. Return the note."""
     traced, rows = compiled.traced, rows_of(compiled.traced.model)
-    padded = traced.plan.strategy is KVCacheStrategy.PADDED
+    padded, own = traced.plan.strategy is KVCacheStrategy.PADDED, partial(run, compiled.folder)
     if not _has_long_windows(traced):
-        found = run(compiled.folder, rows, chunk_of(rows))
-        _require_near(compiled, traced, found, rows)
+        found = _require_near(compiled, traced, own, rows)
         if not isinstance(traced.model.module, Decoder) and not padded:
-            _require_alone(compiled, run, rows, found)
-    elif compiled.support.cut_windows and not padded:
+            _require_alone(compiled, own, rows, found)
+        return _note("all layers", _not_reached(traced, rows))
+    if compiled.support.cut_windows and not padded:
         with_windows_cut = imported(compiled.support.cut_windows)
         with (
             cut_windows(traced.model.module),
             tempfile.TemporaryDirectory(dir=compiled.folder) as name,
         ):
             shorter = with_windows_cut(compiled.folder, Path(name), WINDOW)
-            _require_near(compiled, traced, run(shorter, rows, chunk_of(rows)), rows)
+            _require_near(compiled, traced, partial(run, shorter), rows)
     else:  # windows in the artifact cannot be cut: a program with shorter ones is checked as well
-        _require_near(compiled, traced, run(compiled.folder, rows, chunk_of(rows)), rows)
+        _require_near(compiled, traced, own, rows)
         with cut_windows(traced.model.module):
             given = (traced.model, traced.signature, traced.plan)
             again = padded or compiled.backend.functional
             program = trace(*given, functional=False).program if again else traced.program
             step = ProgramRun(program, window=WINDOW, weights=traced.weights)
-            found = logits_of(
-                step, traced.signature, traced.plan.params, rows, chunk=chunk_of(rows)
-            )
-            _require_near(compiled, traced, found, rows)
+            _require_near(compiled, traced, _run_of(step, traced), rows)
     return _note("all layers")
 
 
 def _require_alone(
-    compiled: Compiled, run: RunArtifact, rows: Sequence[Row], found: Sequence[Logits]
+    compiled: Compiled, run: Run, rows: Sequence[Row], found: Sequence[Logits]
 ) -> None:
     """Raise CheckError unless rows of a user's own module have the logits `found` in a larger batch
     too. `require_own` checks the module itself in the same way."""
     model = compiled.traced.model
     crowd, chunks = crowd_of(rows, model.max_seq_len)
-    apart = difference(run(compiled.folder, crowd, chunks)[OTHERS:], found, compiled.tolerance)
+    apart = difference(run(crowd, chunks)[OTHERS:], found, compiled.tolerance)
     if not apart.fits:
         raise refusal(model.architecture, *in_batches(len(rows)), apart.said)
 
@@ -160,42 +166,39 @@ def _check_reduced(compiled: Compiled, run: RunArtifact) -> str:
         if on_cpu:
             with tempfile.TemporaryDirectory(dir=compiled.folder) as name:
                 compiled.write(traced, Path(name))
-                found = run(Path(name), rows, chunk_of(rows))
+                _require_near(compiled, traced, partial(run, Path(name)), rows, chosen)
         else:
-            found = _run_program(compiled, traced, rows)
-        _require_near(compiled, traced, found, rows, chosen)
+            _require_near(compiled, traced, _program_run(compiled, traced), rows, chosen)
     numbers = ", ".join(map(str, chosen))
-    return _note(f"one layer of each kind ({plural('layer', len(chosen))} {numbers})")
+    checked = f"one layer of each kind ({plural('layer', len(chosen))} {numbers})"
+    return _note(checked, _not_reached(traced, rows))
 
 
 def _check_module(compiled: Compiled) -> str:
     """Check the whole program of a user's own module for CUDA, on the CPU. Return the note."""
     given = compiled.traced
     traced = trace(given.model, given.signature, given.plan, functional=False)
-    step = _program_run(compiled, traced)
-
-    def run(folder: Path, rows: Sequence[Row], chunk: Chunk) -> list[Logits]:
-        return logits_of(step, traced.signature, traced.plan.params, rows, chunk=chunk)
-
-    rows = rows_of(traced.model)
-    found = run(compiled.folder, rows, chunk_of(rows))
-    _require_near(compiled, traced, found, rows)
+    run, rows = _program_run(compiled, traced), rows_of(traced.model)
+    found = _require_near(compiled, traced, run, rows)
     _require_alone(compiled, run, rows, found)
-    return _note("all layers")
+    return _note("all layers", _not_reached(traced, rows))
 
 
-def _run_program(compiled: Compiled, traced: Traced, rows: Sequence[Row]) -> list[Logits]:
+def _program_run(compiled: Compiled, traced: Traced) -> Run:
+    """A run of the program after the passes of the target, of all ranks together."""
     if compiled.ranks > 1:
         rewrite = partial(_rewrite, compiled)
-        return rank_logits(traced, compiled.ranks, compiled.kind, rewrite, rows, chunk_of(rows))
-    program = _program_run(compiled, traced)
-    return logits_of(program, traced.signature, traced.plan.params, rows, chunk=chunk_of(rows))
-
-
-def _program_run(compiled: Compiled, traced: Traced) -> ProgramRun:
+        return partial(rank_logits, traced, compiled.ranks, compiled.kind, rewrite)
     if compiled.support.rewrite:
         _rewrite(compiled, traced)
-    return ProgramRun(traced.program, weights=traced.weights)
+    return _run_of(ProgramRun(traced.program, weights=traced.weights), traced)
+
+
+def _run_of(step: ProgramRun, traced: Traced) -> Run:
+    def run(rows: Sequence[Row], chunk: Chunk) -> list[Logits]:
+        return logits_of(step, traced.signature, traced.plan.params, rows, chunk=chunk)
+
+    return run
 
 
 def _rewrite(compiled: Compiled, own: Traced) -> None:
@@ -234,29 +237,44 @@ def _has_long_windows(traced: Traced) -> bool:
     return all((need.window_size or 0) <= WINDOW for need in layers)
 
 
+def _not_reached(traced: Traced, rows: Sequence[Row]) -> list[int]:
+    """Windows of the program, in tokens, that hold the longest row whole."""
+    windows = {node.kwargs.get("window") for node in traced.graph.nodes}
+    return sorted(w for w in windows if isinstance(w, int) and w >= len(rows[0]))
+
+
 def _require_near(
     compiled: Compiled,
     traced: Traced,
-    found: list[Logits],
+    run: Run,
     rows: Sequence[Row],
     chosen: Sequence[int] | None = None,
-) -> None:
-    """Raise CheckError unless `found` are the model's own logits, within the tolerance for its
-    precisions. `chosen`: indices of the checked layers in the whole model."""
+) -> list[Logits]:
+    """Return the logits of `run` in chunks. CheckError unless they are the model's own, within the
+    tolerance for its precisions. `chosen`: indices of the checked layers in the whole model.
+
+    The step of one token must keep to the limit too. If it does not, it may be rounded as it would
+    be in one piece with the tokens before it: then its own logits in one piece are near.
+    """
+    allowed, found = compiled.tolerance, run(rows, chunk_of(rows))
     with with_values(traced.model):
         expected = reference_logits(traced, rows)
-        apart = difference(found, expected, compiled.tolerance)
-        if apart.fits:
-            return
-        where = wrong_layer(traced, rows[0], apart.tolerance, chosen)
+        apart = difference(found, expected, allowed)
+        where = "" if apart.fits else wrong_layer(traced, rows[0], allowed, chosen)
+    if not where:
+        apart = step_difference(found, expected, allowed)
+        if apart.fits or step_difference(found, run(rows[:1], len(rows[0])), allowed).fits:
+            return found
+        where = "in a step of one token"
     raise CheckError(
         f"check of {traced.model.architecture!r}: expected the logits of its own forward pass "
-        f"within {apart.tolerance.error:g} of their spread, got {apart.said} {where}; {LEFT}"
+        f"within {allowed.error:g} of their spread, got {apart.said} {where}; {LEFT}"
     )
 
 
-def _note(layers: str) -> str:
+def _note(layers: str, not_reached: Sequence[int] = ()) -> str:
+    left = f"; windows of {', '.join(map(str, not_reached))} tokens were not reached"
     return (
         "check: logits of two ragged rows, in chunks and in a step of one token, are the model's "
-        f"own, {layers}"
+        f"own, {layers}{left if not_reached else ''}"
     )

@@ -29,6 +29,13 @@ def parameter_bytes(model: Model) -> int:
     return sum(p.numel() * p.element_size() for p in model.module.parameters())
 
 
+def may_route(model: Model) -> bool:
+    """Whether the model may have a router: a decoder with weights that are stacked by expert, or
+    any module of a user's own."""
+    is_decoder = isinstance(model.module, Decoder)
+    return not is_decoder or any(p.dim() > 2 for p in model.module.parameters())
+
+
 def reduced(model: Model) -> tuple[Model, list[int]] | None:
     """The small model, and the indices of the layers that it keeps.
 

@@ -45,17 +45,20 @@ AUTO_ROUND = {"auto_round:auto_awq": "awq", "auto_round:auto_gptq": "gptq"}
 PLAIN_BITS = 16
 """Bits that auto-round states for a layer that stays as it is."""
 
-ORIGIN = "compile the one that it was made from, with --weights int4 or int8"
+INSTEAD = "compile the checkpoint that it was made from, with --weights int4 or int8"
+"""Next step of a user whose quantised checkpoint or GGUF file is refused."""
 
 BLOCK = re.compile(r"(\d{1,9})x(\d{1,9})")
 """A block's height and width as text, such as "64x48"."""
 
 DTYPE_FIELDS = ("dtype", "torch_dtype")
 """Fields in which a configuration names the dtype of its weights, in order of precedence."""
+FULL, SLIDING = "full_attention", "sliding_attention"
+"""Types of layers without a window, and with one."""
+
 FLOATS = tuple(dtype.name for dtype in ALL if dtype.kind == "float")
 
 GGUF_MAGIC = b"GGUF"
-GGUF_INSTEAD = "compile the checkpoint that it was made from, with --weights int4 or int8"
 
 Config = Mapping[str, Any]
 """The content of config.json. Types of its values depend on the architecture."""
@@ -175,7 +178,7 @@ def _require_known_weights(path: Path, config: Config) -> None:
     method = None if given is None else given.get("quant_method")
     if method is None and isinstance(config.get("quantization"), dict):
         raise UnsupportedError(
-            f"{path}: quantization: expected none, got a checkpoint of MLX (mlx-lm); {ORIGIN}"
+            f"{path}: quantization: expected none, got a checkpoint of MLX (mlx-lm); {INSTEAD}"
         )
     if given is None:
         return
@@ -186,12 +189,12 @@ def _require_known_weights(path: Path, config: Config) -> None:
         raise UnsupportedError(
             f"{path}: quantization_config: expected a packing_format of {list(AUTO_ROUND)} without "
             f"a rotation_config, got {packing!r}{rotated}; export it with "
-            f'format="{export}", or {ORIGIN}'
+            f'format="{export}", or {INSTEAD}'
         )
     if method not in QUANTIZED:
         said = "no quant_method" if method is None else f"a checkpoint quantised by {method!r}"
         raise UnsupportedError(
-            f"{path}: quantization_config: expected one of {list(QUANTIZED)}, got {said}; {ORIGIN}"
+            f"{path}: quantization_config: expected one of {list(QUANTIZED)}, got {said}; {INSTEAD}"
         )
     for name, (fits, expected) in FIELDS.items():
         _require(path, name, given.get(name), fits, expected)

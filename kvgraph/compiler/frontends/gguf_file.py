@@ -13,9 +13,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvgraph.compiler.checkpoint_files import CONFIG, require_fetched
-from kvgraph.compiler.frontends.folder import GGUF_INSTEAD
-from kvgraph.compiler.frontends.refusals import first_line
-from kvgraph.compiler.quiet import quiet_loggers
+from kvgraph.compiler.frontends.folder import INSTEAD
+from kvgraph.compiler.quiet import first_line, quiet_loggers
 from kvgraph.contract.leftovers import scratch
 from kvgraph.errors import KVGraphError, MissingDependencyError, ModelError, UnsupportedError
 from kvgraph.signal_handlers import reraise_if_signalled
@@ -368,4 +367,4 @@ def entries(reader: GGUFReader, name: str) -> list[object]:
 
 
 def refuse(path: Path, what: str, expected: str, got: str) -> UnsupportedError:
-    return UnsupportedError(f"{path}: {what}: expected {expected}, got {got}; {GGUF_INSTEAD}")
+    return UnsupportedError(f"{path}: {what}: expected {expected}, got {got}; {INSTEAD}")

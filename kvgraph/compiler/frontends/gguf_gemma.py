@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
+from kvgraph.compiler.frontends.folder import FULL, SLIDING
 from kvgraph.compiler.frontends.gguf_file import Metadata
 from kvgraph.compiler.frontends.gguf_layers import (
-    FULL,
-    SLIDING,
     experts,
     layer_types,
     of_layers,

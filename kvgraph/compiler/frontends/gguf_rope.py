@@ -12,8 +12,14 @@ from kvgraph.contract.dims import Array
 from kvgraph.contract.plain import JsonObject
 
 ROTARY = "rope_freqs.weight"
-LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
+LLAMA3 = {
+    "original_max_position_embeddings": 8192,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+}
 LLAMA4 = LLAMA3 | {"high_freq_factor": 1.0}
+"""Numbers of Meta's configurations of Llama 3.1 and Llama 4. A file holds only the factors that
+they give, which are compared."""
 
 LONG, SHORT = "rope_factors_long.weight", "rope_factors_short.weight"
 
@@ -21,8 +27,10 @@ LONG_ROPE = ("phi3",)
 """Architectures that may have LONG and SHORT."""
 
 PROPORTIONAL = ("gemma4",)
-STILL = 1e30
 """Architectures whose factors are 1 for pairs that rotate, and STILL for others."""
+
+STILL = 1e30
+"""Factor that llama.cpp's converter writes for pairs that do not rotate."""
 
 MSCALE = {"mistral3": 1, "deepseek2": 10}
 """Architectures whose YaRN may have factors of attention of its own -> `mscale_all_dim` of a
@@ -130,7 +138,6 @@ def _llama3(given: Metadata, base: float, width: int, by: Array) -> JsonObject:
         "rope_type": "llama3",
         "rope_theta": base,
         "factor": float(by.max()),
-        "original_max_position_embeddings": 8192,
         **(LLAMA4 if given.kind == "llama4" else LLAMA3),
     }
     config = transformers.LlamaConfig(head_dim=width, rope_parameters=dict(wanted))

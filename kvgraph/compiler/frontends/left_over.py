@@ -8,8 +8,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from kvgraph.compiler.frontends.folder import INSTEAD
 from kvgraph.compiler.frontends.found_instead import MERGE
-from kvgraph.compiler.quantized.parts import INSTEAD
 from kvgraph.compiler.values import Values
 from kvgraph.errors import ModelError
 from kvgraph.plural import plural

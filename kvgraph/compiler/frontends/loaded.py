@@ -13,8 +13,7 @@ import torch
 
 from kvgraph.compiler.checkpoint_files import INDEX, INDEXES, PICKLED, WHOLE
 from kvgraph.compiler.frontends.left_over import incomplete
-from kvgraph.compiler.frontends.refusals import first_line
-from kvgraph.compiler.quiet import quiet_warnings
+from kvgraph.compiler.quiet import first_line, quiet_warnings
 from kvgraph.errors import ModelError
 from kvgraph.signal_handlers import reraise_if_signalled
 

@@ -11,7 +11,7 @@ written.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
@@ -62,7 +62,7 @@ def cut(model: Model, ranks: int, rank: int) -> Model:
     require_heads(model.architecture, model.layers, ranks)
     own = decoder.over_same_weights()
     plan = plan_of(decoder, model.architecture, ranks)
-    cutter = _Cutter(model.architecture, plan, ranks, rank, set(model.layers))
+    cutter = _Cutter(model.architecture, plan, ranks, rank, model.layers)
     cutter.run(own.model)
     try:
         seen = probe(own, model.architecture, len(model.layers))
@@ -93,7 +93,8 @@ class _Cutter:
     plan: Plan
     ranks: int
     rank: int
-    needs: set[LayerNeed]
+    needs: Sequence[LayerNeed]
+    """The cache need of each layer of the whole model."""
     shares: dict[str, Share] = field(default_factory=dict)
     """Share of each cut parameter that this rank keeps, by the parameter's name."""
     _parts: dict[str, nn.Module] = field(default_factory=dict)
@@ -184,14 +185,13 @@ class _Cutter:
     def _copied_heads(self, name: str, module: nn.Module) -> int:
         """Number of kv heads of a layer that makes keys or values, if it is below the number of
         ranks; 0 for any other layer."""
-        if not hasattr(self._parts.get(name.rpartition(".")[0]), "layer_idx"):
+        layer = getattr(self._parts.get(name.rpartition(".")[0]), "layer_idx", None)
+        if not isinstance(layer, int):
             return 0
-        rows = _rows_of(module)
-        fewer = [need for need in self.needs if need.n_kv_heads < self.ranks]
-        widths = {
-            need.n_kv_heads * w: need for need in fewer for w in (need.head_dim, need.v_head_dim)
-        }
-        return widths[rows].n_kv_heads if rows in widths else 0
+        need = self.needs[layer]
+        widths = (need.n_kv_heads * width for width in (need.head_dim, need.v_head_dim))
+        is_copied = need.n_kv_heads < self.ranks and _rows_of(module) in widths
+        return need.n_kv_heads if is_copied else 0
 
     def _gathered_columns(self, name: str, module: nn.Module) -> None:
         width = _rows_of(module)

@@ -44,12 +44,3 @@ def unsupported(kind: str, why: str) -> str:
         f"architecture {kind!r}: expected a decoder that uses transformers' attention interface "
         f"(proven: {proven}), got one that cannot be compiled: {why}"
     )
-
-
-def first_line(error: Exception) -> str:
-    """The first line of an error's message, with the second if the first ends with a colon; the
-    error's type if it has no message."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    if not lines:
-        return type(error).__name__
-    return " ".join(lines[: 2 if lines[0].endswith(":") else 1])

@@ -22,7 +22,7 @@ from kvgraph.compiler.frontends.lengths import (
     most_tokens,
     number,
 )
-from kvgraph.compiler.frontends.refusals import first_line
+from kvgraph.compiler.quiet import first_line
 from kvgraph.errors import ModelError, ParamsError, UnsupportedError
 from kvgraph.signal_handlers import reraise_if_signalled
 

@@ -17,13 +17,11 @@ from typing import Any
 from kvgraph.compiler.cache import LayerNeed
 from kvgraph.compiler.checkpoint_files import Index, read_index, shard_paths, stored_tensors
 from kvgraph.compiler.described import Experts, Linear, ModelSizes
-from kvgraph.compiler.frontends.folder import Config, checkpoint_dtype
+from kvgraph.compiler.frontends.folder import FULL, SLIDING, Config, checkpoint_dtype
 from kvgraph.compiler.frontends.lengths import ORIGINAL, RopeParameters, most_tokens
 from kvgraph.contract.dtypes import DTYPES, itemsize
 
 Shapes = Mapping[str, tuple[int, ...]]
-
-FULL, SLIDING = "full_attention", "sliding_attention"
 
 TABLE, HEAD, NORM = "model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"
 FREQUENCIES = "rotary_emb.inv_freq"

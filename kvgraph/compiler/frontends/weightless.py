@@ -22,9 +22,9 @@ from kvgraph.compiler.checkpoint_files import StoredTensor, stored_tensors
 from kvgraph.compiler.frontends.conversion import language_part, of_parameters
 from kvgraph.compiler.frontends.folder import Config, quantization
 from kvgraph.compiler.frontends.left_over import incomplete, left_over
-from kvgraph.compiler.frontends.refusals import first_line
 from kvgraph.compiler.frontends.stored import HEAD, TABLE
 from kvgraph.compiler.quantized import gguf, weights_of
+from kvgraph.compiler.quiet import first_line
 from kvgraph.compiler.values import Cast, Values
 from kvgraph.contract.dtypes import ACTIVATIONS
 from kvgraph.errors import KVGraphError, UnsupportedError

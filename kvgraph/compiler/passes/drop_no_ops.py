@@ -11,10 +11,10 @@ import torch
 from torch.fx import Graph, Node
 
 from kvgraph.compiler.passes import PassReport
+from kvgraph.compiler.passes.operands import CHECK
 
 aten = torch.ops.aten
 CASTS = (aten.to.dtype, aten.to.device, aten.type_as.default)
-CHECK = aten._assert_tensor_metadata.default
 
 
 def drop_no_ops(graph: Graph) -> PassReport:

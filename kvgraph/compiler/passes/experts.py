@@ -28,7 +28,6 @@ from kvgraph.compiler.passes.mixtures import (
     weight_of,
 )
 from kvgraph.compiler.passes.operands import (
-    CASTS,
     VIEWS,
     UnmatchedError,
     any_node,
@@ -36,6 +35,7 @@ from kvgraph.compiler.passes.operands import (
     expect,
     node_of,
     other_factor,
+    rounded,
     value,
     with_residual,
 )
@@ -123,15 +123,7 @@ def _mixture(program: ExportedProgram, total: Node) -> MatchedExperts:
     expect(list(repeated.args[1:]) == [active, 0], "expected each row once an expert")
     expect(value(weights).shape[1] == active, "expected a weight for each expert of a row")
     require_sizes(up, down, value(x).shape[-1])
-    return MatchedExperts(x, ids, weights, up, gate, down, _rounded(total, value(x).dtype))
-
-
-def _rounded(total: Node, dtype: torch.dtype) -> Node:
-    """The cast of `total` to `dtype` if that is its only user and `total` has another dtype; else
-    `total`."""
-    user = next(iter(total.users), total)
-    is_cast = user.target in CASTS and value(user).dtype == dtype != value(total).dtype
-    return user if len(total.users) == 1 and is_cast else total
+    return MatchedExperts(x, ids, weights, up, gate, down, rounded(total, value(x).dtype))
 
 
 def _of_rows(node: object, what: str) -> Node:

@@ -26,6 +26,7 @@ from kvgraph.compiler.passes.operands import (
     other_factor,
     own_rows,
     require_rows,
+    rounded,
     typed,
     value,
 )
@@ -86,10 +87,10 @@ def _written_out(rate: Node) -> Norm:
     dtype = value(x).dtype
     scaled = node_of(only_user(rate, "the rate"), [MUL], "x times the rate")
     expect(other_factor(scaled, rate) is wide, "expected x times its own rate")
-    normal = _rounded(scaled, dtype)
+    normal = rounded(scaled, dtype)
     weighted = node_of(only_user(normal, "the normalised rows"), [MUL], "a weight next")
     weight, offset = _weight(other_factor(weighted, normal), dtype)
-    return Norm(x, weight, epsilon, offset, normal is not scaled, _rounded(weighted, dtype))
+    return Norm(x, weight, epsilon, offset, normal is not scaled, rounded(weighted, dtype))
 
 
 def _squares(rate: Node) -> tuple[Node, float]:
@@ -111,14 +112,6 @@ def _before_cast(wide: Node) -> Node:
     """x in 16 bits, if `wide` is x cast to float32; else `wide`."""
     given = wide.args[0] if wide.target in CASTS else wide
     return given if isinstance(given, Node) and value(given).dtype in HALVES else wide
-
-
-def _rounded(node: Node, dtype: torch.dtype) -> Node:
-    """The cast of `node` to `dtype` if that is its only user and `node` has another dtype; else
-    `node`."""
-    user = next(iter(node.users), node)
-    is_cast = user.target in CASTS and value(user).dtype == dtype != value(node).dtype
-    return user if len(node.users) == 1 and is_cast else node
 
 
 def _weight(factor: Node, dtype: torch.dtype) -> tuple[Node, float]:

@@ -19,6 +19,7 @@ from torch.fx import Graph, Node
 from kvgraph.compiler.passes import TABLE_BYTES, PassReport
 from kvgraph.compiler.passes.fuse_update_and_attend import FUSED, arguments
 from kvgraph.compiler.passes.operands import (
+    CHECK,
     UnmatchedError,
     add_call,
     erase_unused,
@@ -34,7 +35,6 @@ from kvgraph.ops import UPDATE_AND_ATTEND
 from kvgraph.ops._update_and_attend import ROPE_HALVES
 
 aten = torch.ops.aten
-CHECK = aten._assert_tensor_metadata.default
 
 
 def fuse_rope(program: ExportedProgram, signature: GraphSignature, positions: int) -> PassReport:

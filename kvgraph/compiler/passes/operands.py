@@ -20,6 +20,9 @@ CASTS = (aten.to.dtype, aten.type_as.default)
 
 VIEWS = (aten.view.default, aten.reshape.default)
 
+CHECK = aten._assert_tensor_metadata.default
+"""Operator that torch.export adds to check a tensor's dtype; it computes nothing."""
+
 KINDS = tuple(getattr(torch, name) for name in ACTIVATIONS)
 """dtypes of activations."""
 
@@ -144,6 +147,14 @@ def computed(call: Node) -> object:
     args = [map_arg(arg, lambda node: node.meta["val"]) for arg in call.args]
     named = {name: map_arg(arg, lambda node: node.meta["val"]) for name, arg in call.kwargs.items()}
     return call.target(*args, **named)
+
+
+def rounded(node: Node, dtype: torch.dtype) -> Node:
+    """The cast of `node` to `dtype` if that is its only user and `node` has another dtype; else
+    `node`."""
+    user = next(iter(node.users), node)
+    is_cast = user.target in CASTS and value(user).dtype == dtype != value(node).dtype
+    return user if len(node.users) == 1 and is_cast else node
 
 
 def cast(node: Node, dtype: torch.dtype) -> Node:

@@ -18,7 +18,7 @@ from torch.fx import Graph, Node
 from torch.fx.node import Argument
 
 from kvgraph.compiler.passes import PassReport
-from kvgraph.compiler.passes.operands import UnmatchedError, add_call, expect, value
+from kvgraph.compiler.passes.operands import CHECK, UnmatchedError, add_call, expect, value
 from kvgraph.compiler.passes.operands import cast as cast_to
 from kvgraph.compiler.passes.parameters import add_buffer, drop_held, held
 
@@ -30,7 +30,6 @@ AT_DIMS = (aten.transpose, aten.flatten)
 SHAPED = (aten.view, aten.reshape, aten._unsafe_view, aten.expand)
 PARTS = {aten.real: 0, aten.imag: 1}
 CASTS = (aten.to, aten._to_copy)
-CHECK = aten._assert_tensor_metadata.default
 
 
 def pair_complex(program: ExportedProgram) -> PassReport:

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, InputSpec, TensorArgument
 from torch.fx import Node
 
 from kvgraph.compiler import gpu_weights
 from kvgraph.compiler.packed_weights import OPERANDS, Packed, StoredRows
-from kvgraph.compiler.passes.operands import value
 from kvgraph.compiler.values import Coded, parts_of
 from kvgraph.compiler.weights import Piece, Weights
 from kvgraph.contract.dims import Array
@@ -38,10 +38,9 @@ def add_parameter(
 ) -> Node:
     """Add a parameter `name` without values. Return its placeholder, the first of the graph."""
     first = next(node for node in program.graph.nodes if node.op == "placeholder")
-    mode = value(next(n for n in program.graph.nodes if "val" in n.meta and _is_fake(n))).fake_mode  # type: ignore[attr-defined]
     with program.graph.inserting_before(first):
         node: Node = program.graph.placeholder("p_" + name.replace(".", "_"))
-    with mode:
+    with _mode(program):
         node.meta["val"] = torch.empty(shape, dtype=dtype)
     program.graph_signature.input_specs.insert(
         0, InputSpec(InputKind.PARAMETER, TensorArgument(node.name), name)
@@ -56,13 +55,12 @@ def add_buffer(program: ExportedProgram, name: str, tensor: torch.Tensor) -> Nod
     It is stored with the weights by its name, and bound together with them.
     """
     specs = program.graph_signature.input_specs
-    held = (InputKind.PARAMETER, InputKind.BUFFER)
-    index = next(i for i, spec in enumerate(specs) if spec.kind not in held)
+    before = (InputKind.PARAMETER, InputKind.BUFFER)
+    index = next(i for i, spec in enumerate(specs) if spec.kind not in before)
     placeholders = [node for node in program.graph.nodes if node.op == "placeholder"]
-    mode = next(v.fake_mode for n in placeholders if hasattr(v := n.meta["val"], "fake_mode"))
     with program.graph.inserting_before(placeholders[index]):
         node: Node = program.graph.placeholder(f"b_{name.replace('.', '_')}")
-    node.meta["val"] = mode.from_tensor(tensor, static_shapes=True)
+    node.meta["val"] = _mode(program).from_tensor(tensor, static_shapes=True)
     argument = TensorArgument(name=node.name)
     specs.insert(index, InputSpec(InputKind.BUFFER, argument, name, persistent=True))
     program.state_dict[name] = tensor
@@ -177,5 +175,7 @@ def name_outputs(program: ExportedProgram) -> None:
         spec.arg = TensorArgument(name=node.name)
 
 
-def _is_fake(node: Node) -> bool:
-    return hasattr(node.meta["val"], "fake_mode")
+def _mode(program: ExportedProgram) -> FakeTensorMode:
+    """The mode in which the fake values of the program's nodes were made."""
+    values = (node.meta.get("val") for node in program.graph.nodes)
+    return next(x.fake_mode for x in values if isinstance(x, FakeTensor))

@@ -45,6 +45,18 @@ def written_by(node: Node) -> list[Node]:
     return found
 
 
+def functional_form(target: object) -> OpOverload | None:
+    """The operator without the write, as `aten.mul.Tensor` for `aten.mul_.Tensor`; None: none."""
+    if not isinstance(target, OpOverload) or not target._opname.endswith("_"):
+        return None
+    packet = getattr(getattr(torch.ops, target.namespace), target._opname[:-1], None)
+    op = getattr(packet, target._overloadname, None)
+    if not isinstance(op, OpOverload) or op._schema.is_mutable:
+        return None
+    names = [[given.name for given in each._schema.arguments] for each in (op, target)]
+    return op if names[0] == names[1] else None
+
+
 def write_elsewhere(call: Node, op: OpOverload) -> bool:
     """Replace an in-place `call` by `op`, which returns a new value; later nodes read that value.
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from kvgraph.compiler.checkpoint_files import StoredTensor
-from kvgraph.compiler.frontends.folder import Config, quantization
+from kvgraph.compiler.frontends.folder import INSTEAD, Config, quantization
 from kvgraph.compiler.quantized import (
     activations,
     awq,
@@ -21,7 +21,7 @@ from kvgraph.compiler.quantized import (
     modelopt,
     mxfp4,
 )
-from kvgraph.compiler.quantized.parts import INSTEAD, LEFT, Parts
+from kvgraph.compiler.quantized.parts import LEFT, Parts
 from kvgraph.compiler.values import TORCH_DTYPES, Plain, Values
 from kvgraph.errors import UnsupportedError
 

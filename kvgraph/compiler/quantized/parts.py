@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from kvgraph.compiler.checkpoint_files import StoredTensor
-from kvgraph.compiler.frontends.folder import Config
+from kvgraph.compiler.frontends.folder import INSTEAD, Config
 from kvgraph.compiler.values import Plain
 from kvgraph.errors import ModelError, UnsupportedError
 
@@ -27,8 +27,6 @@ LEFT = (
 )
 """Ends of names of tensors that are ignored: scales of activations, which are computed at run time,
 and of a cache, which has its own dtype."""
-
-INSTEAD = "compile the checkpoint that it was made from, with --weights int4 or int8"
 
 
 def sizes_of_rules(config: Config) -> list[int]:

@@ -27,6 +27,7 @@ from kvgraph.compiler.passes.operands import add_call, computed, value
 from kvgraph.compiler.passes.parameters import name_outputs
 from kvgraph.compiler.passes.writes import (
     base_of,
+    functional_form,
     is_composite,
     write_elsewhere,
     writes_are_plain,
@@ -96,13 +97,13 @@ def _rewrite(program: ExportedProgram, decomposed: Set[OpOverload]) -> bool:
 
 
 def _write_elsewhere(call: Node, given: Collection[object]) -> bool:
-    """Replace an in-place operator of ELSEWHERE by a new value, which later nodes read.
+    """Replace an in-place operator by a new value, which later nodes read.
 
-    Return False if that is not possible: it writes into a buffer, or into a part of an input
-    (`given`).
+    Return False if that is not possible: its form without the write is not core ATen, or it writes
+    into a buffer, or into a part of an input (`given`).
     """
-    op = ELSEWHERE.get(call.target)
-    if op is None:
+    op = functional_form(call.target)
+    if op is None or op in _decomposed():
         return False
     (written,) = written_by(call)
     base = base_of(written)
@@ -293,13 +294,6 @@ def _cast(call: Node, x: Node, dtype: torch.dtype | None) -> Node:
     return _before(call, aten._to_copy.default, x, dtype=dtype)
 
 
-ELSEWHERE: Mapping[object, OpOverload] = {
-    aten.add_.Tensor: aten.add.Tensor,
-    aten.div_.Tensor: aten.div.Tensor,
-    aten.index_put_.default: aten.index_put.default,
-    aten.mul_.Tensor: aten.mul.Tensor,
-    aten.sub_.Tensor: aten.sub.Tensor,
-}
 REWRITES: Mapping[object, Callable[..., Node | None]] = {
     aten.__and__.Tensor: _and,
     aten.arange.default: _arange,

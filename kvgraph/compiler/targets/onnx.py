@@ -1,6 +1,6 @@
 """Backend `onnx`: write a functional ONNX graph over `weights.safetensors`, for ONNX Runtime.
 
-Decisions: opset 23 and IR 10 are the newest that ONNX Runtime 1.23 to 1.31 all support; package
+Decisions: opset 23 and IR 10 are the newest that ONNX Runtime 1.28 to 1.31 all support; package
 onnx defaults to newer ones, which they refuse. Weights are external data by offset into the one
 safetensors file. Metadata that the exporter leaves in nodes (stack traces with paths) is removed,
 so that equal models give equal bytes.

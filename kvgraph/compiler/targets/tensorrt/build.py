@@ -42,8 +42,7 @@ class BuildRequest:
 
     `archs`: GPU architectures; empty: a portable engine. `profiles`: input -> (min, opt, max)
     shapes, in order. `aliased`: declare each layer's pool output as an alias of its input; else all
-    layers read the graph's pool, and only the last one returns it. `strip`: leave out the weights,
-    which are refitted later.
+    layers read the graph's pool, and only the last one returns it.
     """
 
     module: str
@@ -54,19 +53,17 @@ class BuildRequest:
     archs: list[str]
     profiles: list[Shapes]
     aliased: bool = True
-    strip: bool = False
     verbose: bool = False
 
 
 @dataclass(frozen=True)
 class Result:
-    """The engine that was built: TensorRT's version, inputs and outputs in order with their dims
-    (-1 is dynamic), and names of weights to refit."""
+    """The engine that was built: TensorRT's version, and inputs and outputs in order with their
+    dims (-1 is dynamic)."""
 
     version: str
     inputs: dict[str, list[int]]
     outputs: dict[str, list[int]]
-    refit: list[str]
 
 
 Asked = TypeVar("Asked")
@@ -99,16 +96,10 @@ def build(request: BuildRequest) -> Result:
     if not builder.get_plugin_registry().load_library(request.library):
         raise UnsupportedError(f"{request.library}: TensorRT cannot load it: {said.last()}")
     parser = trt.OnnxParser(network, said)
-    model, refit = plugin_model(request)
-    if not parser.parse(model, request.model):
+    if not parser.parse(plugin_model(request), request.model):
         raise UnsupportedError(f"{request.model}: TensorRT refuses it: {said.refusal(request)}")
     config = _config(trt, builder, request)
     engine = builder.build_serialized_network(network, config)
-    if engine is None and request.strip and "CUDA_SUCCESS" in said.last():
-        raise UnsupportedError(
-            f"strip: expected a GPU, which {request.module} {trt.__version__} needs to build an "
-            "engine without weights, got none"
-        )
     if engine is None:
         raise UnsupportedError(
             f"{request.model}: TensorRT cannot build it: {said.refusal(request)}"
@@ -120,7 +111,6 @@ def build(request: BuildRequest) -> Result:
         trt.__version__,
         {t.name: list(t.shape) for t in inputs},
         {t.name: list(t.shape) for t in outputs},
-        refit if request.strip else [],
     )
 
 
@@ -135,8 +125,6 @@ def _config(trt: ModuleType, builder: Builder, request: BuildRequest) -> IBuilde
         config.set_preview_feature(trt.PreviewFeature.ALIASED_PLUGIN_IO_10_03, True)
     if hasattr(trt.BuilderFlag, "REQUIRE_USER_ALLOCATION"):
         config.set_flag(trt.BuilderFlag.REQUIRE_USER_ALLOCATION)  # needed for CUDA graph capture
-    if request.strip:
-        config.set_flag(trt.BuilderFlag.STRIP_PLAN)
     if request.verbose:
         config.profiling_verbosity = trt.ProfilingVerbosity.DETAILED
     for shapes in request.profiles:
@@ -194,8 +182,8 @@ def plugin_message(library: str) -> str:
 # ---- the model with plugin nodes ---------------------------------------------------------------
 
 
-def plugin_model(request: BuildRequest) -> tuple[bytes, list[str]]:
-    """The serialized model with plugin nodes, and the names of its weights outside the graph."""
+def plugin_model(request: BuildRequest) -> bytes:
+    """The serialized model with plugin nodes."""
     import onnx
 
     model = onnx.load(request.model, load_external_data=False)
@@ -217,8 +205,8 @@ def plugin_model(request: BuildRequest) -> tuple[bytes, list[str]]:
         images = pack_images((folder / described["images"][digest]).read_bytes() for digest in new)
         _set(node, kernels=record, images=images)
         _as_plugin(node, request.aliased, heads, {o.name for o in graph.output})
-    weights = [w.name for w in graph.initializer if w.external_data]
-    return model.SerializeToString(), weights
+    data: bytes = model.SerializeToString()
+    return data
 
 
 def _as_plugin(node: NodeProto, aliased: bool, heads: Mapping[str, str], results: set[str]) -> None:

@@ -132,14 +132,13 @@ def build_engine(
     *,
     module: str = RTX,
     aliased: bool = True,
-    strip: bool = False,
     log: Path | None = None,
 ) -> EngineInfo:
     """Write `model.engine` into an artifact's folder that has the graph, kernels and plugins.
 
     `archs`: GPU architectures; empty: an engine without a fixed architecture.
     `aliased`: declare each layer's pool output as an alias of its input; else all layers use the
-    graph's pool. `strip`: leave out the weights. `log`: file for all of TensorRT's messages.
+    graph's pool. `log`: file for all of TensorRT's messages.
     UnsupportedError: TensorRT or a plugin refuses, with its message; then no engine is written.
     """
     version = require_module(module)
@@ -156,7 +155,6 @@ def build_engine(
             for profile in profiles
         ],
         aliased=aliased,
-        strip=strip,
         verbose=log is not None,
     )
     try:
@@ -165,7 +163,7 @@ def build_engine(
     except BaseException:
         Path(request.engine).unlink(missing_ok=True)
         raise
-    return EngineInfo(module, version, list(archs), list(profiles), result.refit)
+    return EngineInfo(module, version, list(archs), list(profiles))
 
 
 def run_builder(

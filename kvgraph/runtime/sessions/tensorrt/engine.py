@@ -7,8 +7,6 @@ reports its reasons only to a logger, so our errors contain its last message.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,10 +14,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from kvgraph.contract.dtypes import ALL
 from kvgraph.contract.manifest import EngineInfo
 from kvgraph.contract.params import KVCacheStrategy
-from kvgraph.contract.safetensors import TensorAt, read_layout
 from kvgraph.errors import ArtifactError, KernelError, MissingDependencyError, UnsupportedError
 from kvgraph.ops.cuda_native import plugins_path
 from kvgraph.runtime.folder import ArtifactFolder
@@ -28,20 +24,16 @@ from kvgraph.runtime.sessions.cuda_errors import opening_error, step_error
 from kvgraph.runtime.sessions.tensorrt.bindings import require_bindings
 
 if TYPE_CHECKING:
-    from tensorrt_rtx import IExecutionContext, ILogger, Refitter
+    from tensorrt_rtx import IExecutionContext, ILogger
 
-    from kvgraph.contract.dims import Array
 
-ENGINE_NAME, WEIGHTS_NAME = "model.engine", "weights.safetensors"
+ENGINE_NAME = "model.engine"
 
 INSTALL = {
     "tensorrt_rtx": "pip install 'kvgraph[tensorrt]'",
     "tensorrt": "install NVIDIA TensorRT",
 }
 """Modules that a manifest may name, each with the way to install it."""
-
-TENSORRT = {dtype.safetensors: dtype.tensorrt for dtype in ALL if dtype.tensorrt}
-"""Maps names of dtypes in safetensors to those of TensorRT's DataType."""
 
 
 class LoadedEngine:
@@ -71,8 +63,6 @@ class LoadedEngine:
                 f"{path}: expected an engine that {info.module} {info.version} takes on "
                 f"{device.arch}, got one that it refuses: {said}"
             )
-        if info.refit:
-            self._refit(artifact.folder / WEIGHTS_NAME)
         self.hosted = require_bindings(self.engine, trt, artifact, info, path)
 
     def said(self) -> str:
@@ -115,34 +105,6 @@ class LoadedEngine:
             raise KernelError(
                 f"{library}: expected plugins that {self.info.module} {self.info.version} takes, "
                 f"got a refusal: {self.said()}"
-            )
-
-    def _refit(self, path: Path) -> None:
-        """Give the engine the weights that it was built without, from the mapped file."""
-        refitter = self.trt.Refitter(self.engine, self._logger)
-        tensors, raw = read_layout(path), _mapped(path)
-        for name in self.info.refit:
-            self._refit_one(refitter, path, name, raw, tensors)
-        missing = list(refitter.get_missing_weights())
-        if missing or not refitter.refit_cuda_engine():
-            raise ArtifactError(
-                f"{self.path}: expected the weights of the manifest's refit to be all that it "
-                f"lacks, got {missing[:3] or self.said()}"
-            )
-
-    def _refit_one(
-        self, refitter: Refitter, path: Path, name: str, raw: Array, tensors: Mapping[str, TensorAt]
-    ) -> None:
-        at = tensors.get(name)
-        if at is None or at.dtype not in TENSORRT:
-            raise ArtifactError(f"{path}: {name}: expected a tensor from {ENGINE_NAME}, got {at}")
-        kind = getattr(self.trt.DataType, TENSORRT[at.dtype])
-        count = math.prod(at.shape)
-        weights = self.trt.Weights(kind, raw.ctypes.data + at.offset, count)
-        if not refitter.set_named_weights(name, weights):
-            raise ArtifactError(
-                f"{path}: {name}: expected the weights that {ENGINE_NAME} lacks, got "
-                f"{at.dtype} {list(at.shape)}: {self.said()}"
             )
 
 
