@@ -27,6 +27,9 @@ MOST_DEPTH = 64
 MOST_KEYS = 512
 MOST_MULTIPLE = 10_000
 """Largest value of a "multipleOf"'s digits (0.01: 1); of their product in combined schemas."""
+MOST_BOUNDED_MULTIPLE = 1_000
+"""The same next to one of BOUNDS. llguidance follows bound and multiple together: from about 2,000
+on it gives up in the middle of some texts."""
 MOST_COMBINED = 4
 MOST_RULES = 1000
 MOST_REPEATS = 1000
@@ -156,16 +159,20 @@ def _require_ended(name: str, pattern: object) -> None:
 def _require_bounded(name: str, schema: dict[str, object]) -> None:
     """Raise RequestError for a schema that the compiler's limits do not bound."""
     _require_exact(name, schema)
-    combines, costly, multiples = False, 0, 1
+    combines, costly, multiples, most_combined = False, 0, 1, MOST_MULTIPLE
     for part in _objects(name, schema):
         if len(part) > MOST_KEYS:
             raise RequestError(
                 f"{name}: expected at most {MOST_KEYS} keys in an object, got {len(part)}"
             )
         multiple = _digits(part.get("multipleOf"))
-        if multiple > MOST_MULTIPLE:
+        bounds = [bound for bound in BOUNDS if bound in part]
+        most = MOST_BOUNDED_MULTIPLE if bounds else MOST_MULTIPLE
+        most_combined = min(most, most_combined)
+        if multiple > most:
+            where = f' next to "{bounds[0]}"' if bounds else ""
             raise RequestError(
-                f'{name}: expected "multipleOf" with digits of at most {MOST_MULTIPLE}, '
+                f'{name}: expected "multipleOf" with digits of at most {most}{where}, '
                 f"got {shown(part['multipleOf'])}"
             )
         multiples *= multiple
@@ -180,10 +187,10 @@ def _require_bounded(name: str, schema: dict[str, object]) -> None:
             f"{name}: expected at most {MOST_COMBINED} of {', '.join(COSTLY)} in a schema that "
             f"combines others, got {costly}"
         )
-    if combines and multiples > MOST_MULTIPLE:
+    if combines and multiples > most_combined:
         raise RequestError(
             f'{name}: expected values of "multipleOf" with digits that multiply to at most '
-            f"{MOST_MULTIPLE} in a schema that combines others, got {multiples}"
+            f"{most_combined} in a schema that combines others, got {multiples}"
         )
 
 

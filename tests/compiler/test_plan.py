@@ -114,7 +114,7 @@ def described(folder: Path) -> ModelSizes:
     return stored.describe(folder, read_config(folder), by_shape=True)
 
 
-@pytest.mark.parametrize("architecture", OVERRIDES)
+@pytest.mark.parametrize("architecture", [name for name in OVERRIDES if name in stored.FAMILIES])
 def test_a_checkpoint_is_described_without_torch_as_transformers_builds_it(
     architecture: str, model_folder: Callable[[str], Path]
 ) -> None:

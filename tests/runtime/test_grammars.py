@@ -49,6 +49,11 @@ def takes(tokenizer: Any, grammar: Grammar, text: str) -> bool:
         ({"multipleOf": 10**4000}, '"multipleOf" with digits of at most 10000'),
         ({"multipleOf": 1e300}, '"multipleOf" with digits of at most 10000'),
         ({"allOf": [{"multipleOf": 997}, {"multipleOf": 991}]}, "at most 10000 .*, got 988027"),
+        (
+            {"multipleOf": 2500, "exclusiveMinimum": 0},
+            'digits of at most 1000 next to "exclusiveMinimum", got int 2500',
+        ),
+        ({"allOf": [{"multipleOf": 2500}, {"minimum": 1}]}, "at most 1000 .*, got 2500"),
     ],
 )
 def test_numbers(schema: Any, reason: str) -> None:
@@ -62,6 +67,7 @@ def test_numbers(schema: Any, reason: str) -> None:
         {"type": "integer", "minimum": -(2**53), "exclusiveMaximum": 2**53},
         {"type": "number", "multipleOf": 0.01},
         {"type": "number", "multipleOf": 2500.0},
+        {"type": "integer", "multipleOf": 997, "minimum": 1, "maximum": 99_999},
         {"const": 1e-300},
         {"enum": [2.0**53, -0.0, 0.1 + 0.2, 3.141592653589793, 808.105378283]},
         {"properties": {"minimum": {"title": "a name, no bound"}, "const": {"type": "null"}}},
