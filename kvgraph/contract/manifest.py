@@ -253,6 +253,9 @@ def read_manifest(folder: Path) -> Manifest:
                 f"got {version}"
             )
         require_plain_text(fields)
+        engine = fields.get("engine")
+        if isinstance(engine, dict) and engine.get("refit") == []:
+            del engine["refit"]  # earlier versions wrote it, always empty
         fields = _checked(path, fields)
         manifest = from_plain(Manifest, fields)
         for name in (*manifest.files, *manifest.nondeterministic_files):

@@ -42,8 +42,8 @@ def require_places(artifact: ArtifactFolder) -> None:
 
 
 def _places(model: Path, location: str) -> dict[str, tuple[int, int]]:
-    """First byte and size of each initializer in the file `location`; empty if `model` is
-    damaged."""
+    """First byte and size of each initializer in the file `location`; those in front of the first
+    odd one if `model` is damaged."""
     found = {}
     with suppress(OSError, ValueError, LookupError), open_regular(model) as file:
         graph = b"".join(value for number, value in _fields(file.read()) if number == GRAPH)

@@ -166,7 +166,7 @@ def _require_bounded(name: str, schema: dict[str, object]) -> None:
                 f"{name}: expected at most {MOST_KEYS} keys in an object, got {len(part)}"
             )
         multiple = _digits(part.get("multipleOf"))
-        bounds = [bound for bound in BOUNDS if bound in part]
+        bounds = [bound for bound in BOUNDS if isinstance(part.get(bound), int | float)]
         most = MOST_BOUNDED_MULTIPLE if bounds else MOST_MULTIPLE
         most_combined = min(most, most_combined)
         if multiple > most:

@@ -48,6 +48,19 @@ def test_a_constant_stays_unless_it_is_neutral(
         ]
 
 
+def test_a_constant_behind_a_cast_stays() -> None:
+    x, y = (helper.make_tensor_value_info(name, TensorProto.FLOAT, [3]) for name in "xy")
+    c = helper.make_tensor("c", TensorProto.DOUBLE, [], [1e-8])
+    cast = helper.make_node("Cast", ["c"], ["d"], to=TensorProto.FLOAT)
+    add = helper.make_node("Add", ["x", "d"], ["y"])
+    graph = helper.make_graph([cast, add], "g", [x], [y], [c])
+    opsets = [helper.make_opsetid("", 23)]
+    model = ir.from_proto(helper.make_model(graph, opset_imports=opsets, ir_version=10))
+    with kept_constants(model):
+        onnxscript.optimizer.optimize_ir(model)
+    assert [node.op_type for node in model.graph] == ["Add"]
+
+
 def test_an_epsilon_of_1e_8_is_added(tmp_path: Path) -> None:
     """Without it the norm of a zero row is not a number, and compile's check refuses the graph."""
     folder = make_model("helium", tmp_path / "model", rms_norm_eps=1e-8)

@@ -68,6 +68,7 @@ def test_numbers(schema: Any, reason: str) -> None:
         {"type": "number", "multipleOf": 0.01},
         {"type": "number", "multipleOf": 2500.0},
         {"type": "integer", "multipleOf": 997, "minimum": 1, "maximum": 99_999},
+        {"allOf": [{"properties": {"minimum": {"maxLength": 3}, "b": {"multipleOf": 2500}}}, {}]},
         {"const": 1e-300},
         {"enum": [2.0**53, -0.0, 0.1 + 0.2, 3.141592653589793, 808.105378283]},
         {"properties": {"minimum": {"title": "a name, no bound"}, "const": {"type": "null"}}},

@@ -20,8 +20,8 @@ Tokens = npt.NDArray[np.int32]
 class Tolerance(NamedTuple):
     """The largest error of a token, and the share of tokens that must keep to it.
 
-    Weights of 8 or 4 bits let a few tokens exceed it. So does a router, in any precision but
-    float32: if it chooses another expert, all logits of that token change.
+    Weights or pools of 8 or 4 bits let a few tokens exceed it. So does a router, in any precision
+    but float32: if it chooses another expert, all logits of that token change.
     """
 
     error: float

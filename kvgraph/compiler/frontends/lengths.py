@@ -17,11 +17,14 @@ RopeParameters = Mapping[str, object]
 def most_tokens(given: RopeParameters, own: int) -> int:
     """Tokens of the longest context for which the rotary frequencies are valid, at least `own`.
 
-    `own`: the context length that the configuration names. Dynamic and linear frequencies stretch
-    to `factor` times `own`, YaRN's to `factor` times the original length.
+    `own`: the context length that the configuration names. Dynamic frequencies stretch to `factor`
+    times `own`, and so do linear ones of all layers. YaRN's stretch to `factor` times the original
+    length.
     `given`: rotary parameters, for all layers or by layer type. ModelError if a field is no number.
     """
-    return max([own, *(_most(each, own) for each in _by_layer_type(given))])
+    most = max([own, *(_most(each, own) for each in _by_layer_type(given))])
+    # Linear frequencies by layer type (Gemma 3) come with the stretched length.
+    return max(most, int(own * number(given, "factor"))) if _kind(given) == LINEAR else most
 
 
 def number(given: RopeParameters, name: str) -> float:
@@ -39,9 +42,13 @@ def _by_layer_type(given: RopeParameters) -> Iterator[RopeParameters]:
     yield from nested or [given]
 
 
+def _kind(given: RopeParameters) -> object:
+    return given.get("rope_type", given.get("type"))
+
+
 def _most(given: RopeParameters, own: int) -> int:
-    kind = given.get("rope_type", given.get("type"))
-    if kind in (DYNAMIC, LINEAR):
+    kind = _kind(given)
+    if kind == DYNAMIC:
         return int(own * number(given, "factor"))
     if kind == YARN and given.get("factor") is not None:  # None: `own` is the stretched length
         return int(number({ORIGINAL: own, **given}, ORIGINAL) * number(given, "factor"))

@@ -187,13 +187,14 @@ def _window(config: Config, layer_type: str) -> int | None:
 
 
 def _rope_parameters(family: Family, config: Config) -> RopeParameters:
-    """Rope parameters; the older field takes precedence, as in transformers."""
+    """Rope parameters; the older field takes precedence, as in transformers. Those of a family with
+    parameters by layer type are by layer type, though an older file has them for all layers."""
     given: RopeParameters = (
         config.get("rope_scaling")
         or config.get("rope_parameters")
         or family.defaults.get("rope_parameters", {})
     )
-    return given
+    return {FULL: given} if family.has_rotary_of_layer_types and FULL not in given else given
 
 
 def _rotary_dims(

@@ -74,6 +74,8 @@ class StoredWeight:
             if self._size(group) != size:
                 return None
             dims.append(group)
+        while left and dims and self._size(left[0]) == 1:
+            dims[-1] += left.pop(0)
         return None if left else StoredWeight(self.node, self.name, self.tensor, tuple(dims))
 
     def matrix(self) -> torch.Tensor:
@@ -126,8 +128,8 @@ def _order(node: Node, rank: int) -> list[int] | None:
 
 
 def _of_weight(program: ExportedProgram, node: Node) -> bool:
-    """Whether `node` is a weight of the model, or is computed directly from one."""
-    return any(held(program, x) is not None for x in (node, *node.args[:1]))
+    """Whether `node` is a weight of the model, is seen of one, or is computed directly from one."""
+    return weight_of(program, node) is not None or any(held(program, x) for x in node.args[:1])
 
 
 def _turn(program: ExportedProgram, product: Node) -> None:
@@ -139,6 +141,11 @@ def _turn(program: ExportedProgram, product: Node) -> None:
     assert weight is not None
     expect(weight_of(program, a) is None and value(a).dim() > 1, "expected rows and a weight")
     inputs = [each for each in labels[0] if each in labels[1]]
+    sizes = [
+        [value(x).shape[own.index(each)] for each in inputs]
+        for x, own in zip((a, b), labels, strict=True)
+    ]
+    expect(sizes[0] == sizes[1], f"expected equal dims, got {sizes[0]} and {sizes[1]}")
     kept = [each for each in labels[0] if each not in inputs]
     outputs = [each for each in labels[1] if each not in inputs]
     expect(max(Counter(chain(*labels)).values()) <= 2 and len(inputs) > 0, "expected a product")
@@ -151,6 +158,7 @@ def _turn(program: ExportedProgram, product: Node) -> None:
         bias = any_node(product.args[0], "a bias")
         expect(not product.kwargs, "expected a sum without factors")
         expect(_is_bias(program, bias, product), "expected a bias of the model")
+        expect(result[-1] == outputs[0], "expected rows at the left of a sum")
     elif len(outputs) == 1 and result[-1] == outputs[0]:
         last, bias = _with_bias(program, product)
     with graph.inserting_before(last):
@@ -160,8 +168,8 @@ def _turn(program: ExportedProgram, product: Node) -> None:
         w = made.node if is_stored else _matrix(b, labels[1], [], [outputs, inputs])
         layer = add_call(graph, aten.linear.default, x, w, bias)
         if len(outputs) > 1:
-            sizes = [value(b).shape[labels[1].index(each)] for each in outputs]
-            layer = add_call(graph, aten.unflatten.int, layer, -1, sizes)
+            widths = [value(b).shape[labels[1].index(each)] for each in outputs]
+            layer = add_call(graph, aten.unflatten.int, layer, -1, widths)
         layer = _permuted(layer, kept + outputs, result)
     last.replace_all_uses_with(layer)
     erase_unused(last)

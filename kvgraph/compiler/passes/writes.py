@@ -53,8 +53,8 @@ def functional_form(target: object) -> OpOverload | None:
     op = getattr(packet, target._overloadname, None)
     if not isinstance(op, OpOverload) or op._schema.is_mutable:
         return None
-    names = [[given.name for given in each._schema.arguments] for each in (op, target)]
-    return op if names[0] == names[1] else None
+    types = [[(x.name, str(x.type)) for x in each._schema.arguments] for each in (op, target)]
+    return op if types[0] == types[1] else None
 
 
 def write_elsewhere(call: Node, op: OpOverload) -> bool:

@@ -103,7 +103,7 @@ def _write_elsewhere(call: Node, given: Collection[object]) -> bool:
     into a buffer, or into a part of an input (`given`).
     """
     op = functional_form(call.target)
-    if op is None or op in _decomposed():
+    if op is None or op in _decomposed() or _is_composite(op):
         return False
     (written,) = written_by(call)
     base = base_of(written)

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 
 import numpy as np
 import onnx_ir as ir
+from onnxscript.optimizer import fold_constants
 
 NEUTRAL = {"Add": 0.0, "Sub": 0.0, "Mul": 1.0, "Div": 1.0}
 """Operator -> the scalar that leaves the other operand as it is."""
@@ -22,7 +23,11 @@ KEPT = "kvgraph.kept"
 
 @contextlib.contextmanager
 def kept_constants(model: ir.Model) -> Iterator[None]:
-    """Hide operators with a scalar that is nearly, but not exactly, neutral from all rules."""
+    """Hide operators with a scalar that is nearly, but not exactly, neutral from all rules.
+
+    Constants are folded first: the scalar may be computed, as a cast is.
+    """
+    fold_constants(model)
     for node in model.graph.all_nodes():
         if node.domain == "" and node.op_type in NEUTRAL and _is_nearly_neutral(node):
             node.domain = KEPT
