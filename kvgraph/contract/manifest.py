@@ -253,10 +253,10 @@ def read_manifest(folder: Path) -> Manifest:
                 f"got {version}"
             )
         require_plain_text(fields)
+        fields = _checked(path, fields)
         engine = fields.get("engine")
         if isinstance(engine, dict) and engine.get("refit") == []:
             del engine["refit"]  # earlier versions wrote it, always empty
-        fields = _checked(path, fields)
         manifest = from_plain(Manifest, fields)
         for name in (*manifest.files, *manifest.nondeterministic_files):
             inside_folder(folder, name)

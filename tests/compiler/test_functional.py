@@ -192,6 +192,22 @@ def test_the_same_numbers_through_a_pass(
         torch.testing.assert_close(program.module()(x), module(x), rtol=0, atol=most)
 
 
+class Powered(nn.Module):
+    """`pow_.Scalar` has the overload name of a form with a number as its base."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = x + 1
+        y.pow_(2)
+        return y
+
+
+def test_an_operator_of_another_type_is_no_functional_form() -> None:
+    program = without_writes(exported(Powered()))
+    assert not writes(program)
+    x = torch.rand(7, 32)
+    torch.testing.assert_close(program.module()(x), Powered()(x))
+
+
 @pytest.mark.parametrize(
     ("module", "in_place"),
     [(ByName(), True), (Normed(), True), (Filled(), True), (Viewed(), False), (Twice(), False)],

@@ -65,6 +65,15 @@ def inspect(folder: Path) -> None:
     show(folder, read_manifest(folder), Console(file=io.StringIO()))
 
 
+def test_an_empty_field_of_earlier_versions(artifact: Path) -> None:
+    engine = {"module": "tensorrt", "version": "10.0", "archs": [], "profiles": []}
+    write(artifact, fields_of(artifact) | {"engine": engine | {"refit": []}})
+    assert read_manifest(artifact).engine is not None
+    write(artifact, fields_of(artifact) | {"engine": engine | {"refit": ["a"]}})
+    with pytest.raises(ArtifactError, match=r"engine\.refit: expected no field of this name"):
+        read_manifest(artifact)
+
+
 @pytest.mark.parametrize("text", ["a\nb", "a\x1b[2J", "a\udcff"])
 def test_what_no_reader_takes_is_not_written(artifact: Path, text: str) -> None:
     before = (artifact / "manifest.json").read_bytes()
