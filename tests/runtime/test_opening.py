@@ -217,7 +217,7 @@ def test_files_that_are_something_else(
     folder = Path(shutil.copytree(compiled("tiny-llama", backend), tmp_path / "artifact"))
     (folder / name).write_bytes(content)
     text = refusal(folder, kind)
-    assert text.startswith(f"{folder}/{'model.onnx' if backend == 'onnx' else name}: ")
+    assert text.startswith(f"{folder}/{name}: ")
     versions = (
         "from the manifest",
         ORT,
