@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
+import onnx
 import onnx_ir as ir
 import onnxscript.optimizer
 import pytest
@@ -14,6 +15,17 @@ from safetensors.torch import load_file, save_file
 import kvgraph
 from kvgraph.compiler.targets.onnx_constants import kept_constants
 from tests.support.models import make_model
+
+
+def optimised(nodes: list[onnx.NodeProto], kind: int, constant: float) -> ir.Model:
+    """The graph of `nodes` from `x` to `y`, with a scalar `c` of dtype `kind`, optimised."""
+    x, y = (helper.make_tensor_value_info(name, TensorProto.FLOAT, [3]) for name in "xy")
+    graph = helper.make_graph(nodes, "g", [x], [y], [helper.make_tensor("c", kind, [], [constant])])
+    opsets = [helper.make_opsetid("", 23)]
+    model = ir.from_proto(helper.make_model(graph, opset_imports=opsets, ir_version=10))
+    with kept_constants(model):
+        onnxscript.optimizer.optimize_ir(model)
+    return model
 
 
 @pytest.mark.parametrize(
@@ -32,13 +44,8 @@ from tests.support.models import make_model
 def test_a_constant_stays_unless_it_is_neutral(
     op: str, inputs: str, constant: float, stays: bool
 ) -> None:
-    x, y = (helper.make_tensor_value_info(name, TensorProto.FLOAT, [3]) for name in "xy")
-    c = helper.make_tensor("c", TensorProto.FLOAT, [], [constant])
-    graph = helper.make_graph([helper.make_node(op, list(inputs), ["y"])], "g", [x], [y], [c])
-    opsets = [helper.make_opsetid("", 23)]
-    model = ir.from_proto(helper.make_model(graph, opset_imports=opsets, ir_version=10))
-    with kept_constants(model):
-        onnxscript.optimizer.optimize_ir(model)
+    nodes = [helper.make_node(op, list(inputs), ["y"])]
+    model = optimised(nodes, TensorProto.FLOAT, constant)
     assert [node.op_type for node in model.graph] == [op if stays else "Identity"]
     assert all(node.domain == "" for node in model.graph)
     checker.check_model(ir.to_proto(model))
@@ -49,15 +56,9 @@ def test_a_constant_stays_unless_it_is_neutral(
 
 
 def test_a_constant_behind_a_cast_stays() -> None:
-    x, y = (helper.make_tensor_value_info(name, TensorProto.FLOAT, [3]) for name in "xy")
-    c = helper.make_tensor("c", TensorProto.DOUBLE, [], [1e-8])
     cast = helper.make_node("Cast", ["c"], ["d"], to=TensorProto.FLOAT)
     add = helper.make_node("Add", ["x", "d"], ["y"])
-    graph = helper.make_graph([cast, add], "g", [x], [y], [c])
-    opsets = [helper.make_opsetid("", 23)]
-    model = ir.from_proto(helper.make_model(graph, opset_imports=opsets, ir_version=10))
-    with kept_constants(model):
-        onnxscript.optimizer.optimize_ir(model)
+    model = optimised([cast, add], TensorProto.DOUBLE, 1e-8)
     assert [node.op_type for node in model.graph] == ["Add"]
 
 
