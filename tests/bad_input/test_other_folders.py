@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -79,3 +80,9 @@ def test_a_link_to_a_model_that_is_gone(tmp_path: Path) -> None:
         f"{tmp_path}/model: expected the file, got a link to nowhere, which is gone; download it "
         "again"
     )
+
+
+def test_a_pipe_in_place_of_a_model(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "model")
+    said = refused(tmp_path / "model", tmp_path)
+    assert said == f"{tmp_path}/model: expected a model folder, got a pipe"

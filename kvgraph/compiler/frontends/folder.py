@@ -71,7 +71,8 @@ def read_config(folder: Path) -> Config:
     name on the hub, an adapter, a folder with a GGUF file, an unknown quantisation method.
     """
     path = folder / CONFIG
-    require_fetched([path] if folder.is_dir() else [folder] if folder.is_file() else [])
+    is_one = folder.is_file() or folder.is_symlink()
+    require_fetched([path] if folder.is_dir() else [folder] if is_one else [])
     if not folder.is_dir():
         raise ModelError(f"{folder}: expected a model folder, got {instead_of_a_folder(folder)}")
     if path.is_file() and (folder / ADAPTER).is_file():

@@ -19,6 +19,7 @@ from kvgraph.compiler.checkpoint_files import (
     WHOLE,
     require_fetched,
 )
+from kvgraph.contract.files import kind_of
 from kvgraph.contract.manifest import MANIFEST_NAME
 from kvgraph.errors import ModelError
 
@@ -54,7 +55,7 @@ def instead_of_a_folder(path: Path) -> str:
             f"nothing there; if it is a name on the Hugging Face hub, download it first: "
             f"hf download {path} --local-dir DIR"
         )
-    return "nothing there"
+    return str(kind_of(path.resolve())) if path.exists() else "nothing there"
 
 
 def instead_of_a_model(folder: Path) -> str:
