@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -91,6 +92,7 @@ TAKEN: dict[str, tuple[Compute, int, int]] = {
     "heads as a matrix": (lambda m, x: x @ m.heads.reshape(64, 48), 1, 1),
     "heads as a layer": (lambda m, x: linear(x, m.out.flatten(0, 1), None), 1, 1),
     "heads in turn": (lambda m, x: linear(x, m.heads.permute(2, 1, 0).reshape(48, 64)), 1, 1),
+    "behind many operators": (lambda m, x: reduce(torch.add, [1] * 1200, x) @ m.w, 1, 1),
     "also a table": (lambda m, x: x @ m.w + m.w[:5], 1, 1),
 }
 

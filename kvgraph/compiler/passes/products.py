@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 
 import torch
@@ -31,9 +31,15 @@ from kvgraph.compiler.passes.operands import (
 from kvgraph.compiler.passes.parameters import held
 
 aten = torch.ops.aten
-MATMULS = (aten.matmul.default, aten.mm.default, aten.addmm.default)
-PRODUCTS = (*MATMULS, aten.einsum.default, aten.tensordot.default)
+PRODUCTS = (
+    aten.matmul.default,
+    aten.mm.default,
+    aten.addmm.default,
+    aten.einsum.default,
+    aten.tensordot.default,
+)
 REVERSALS = (aten.t.default, aten.numpy_T.default)
+TRANSPOSES = (*REVERSALS, aten.permute.default, aten.transpose.int, aten.mT.default)
 RESHAPES = (*VIEWS, aten.flatten.using_ints)
 
 Labels = Sequence[object]
@@ -62,7 +68,7 @@ class StoredWeight:
         return self.dims == tuple((dim,) for dim in range(self.tensor.dim()))
 
     def turned(self, order: Sequence[int]) -> StoredWeight:
-        return StoredWeight(self.node, self.name, self.tensor, tuple(self.dims[i] for i in order))
+        return replace(self, dims=tuple(self.dims[i] for i in order))
 
     def joined(self, shape: Sequence[int]) -> StoredWeight | None:
         """What is seen as `shape`, which joins dims that follow each other; None for others."""
@@ -76,7 +82,7 @@ class StoredWeight:
             dims.append(group)
         while left and dims and self._size(left[0]) == 1:
             dims[-1] += left.pop(0)
-        return None if left else StoredWeight(self.node, self.name, self.tensor, tuple(dims))
+        return None if left else replace(self, dims=tuple(dims))
 
     def matrix(self) -> torch.Tensor:
         """`[outputs, inputs]`, of a weight with two dims."""
@@ -105,26 +111,24 @@ def weight_of(program: ExportedProgram, node: object) -> StoredWeight | None:
         return None
     if (found := held(program, node)) is not None:
         return StoredWeight(node, *found, tuple((dim,) for dim in range(found[1].dim())))
-    if not node.args or (source := weight_of(program, node.args[0])) is None:
+    if node.target not in TRANSPOSES and node.target not in RESHAPES:
         return None
-    if node.target in RESHAPES:
-        return source.joined(value(node).shape)
-    order = _order(node, len(source.dims))
-    return None if order is None else source.turned(order)
+    source = weight_of(program, node.args[0])
+    if source is None or node.target in TRANSPOSES:
+        return source and source.turned(_order(node, len(source.dims)))
+    return source.joined(value(node).shape)
 
 
-def _order(node: Node, rank: int) -> list[int] | None:
-    """The dims of its operand that `node` has, if it is a transpose; else None."""
+def _order(node: Node, rank: int) -> list[int]:
+    """The dims of its operand that `node`, a transpose, has in turn."""
     dims = list(range(rank))
     if node.target in REVERSALS:
         return dims[::-1]
     if node.target is aten.permute.default:
         return [dims[i] for i in node.args[1]]  # type: ignore[union-attr, index]
-    if node.target in (aten.transpose.int, aten.mT.default):
-        a, b = node.args[1:] or (-2, -1)
-        dims[a], dims[b] = dims[b], dims[a]  # type: ignore[index]
-        return dims
-    return None
+    a, b = node.args[1:] or (-2, -1)
+    dims[a], dims[b] = dims[b], dims[a]  # type: ignore[index]
+    return dims
 
 
 def _of_weight(program: ExportedProgram, node: Node) -> bool:
