@@ -17,7 +17,6 @@ from pathlib import Path
 import pytest
 
 from kvgraph import Engine, SamplingParams
-from kvgraph.serve.facts import longest_context
 from tests.support.artifacts import Compiled, rehash
 from tests.support.command_line import COMMAND, Outcome, run
 
@@ -112,7 +111,7 @@ def test_an_answer_ends_where_the_pool_does(
     assert (outcome.code, outcome.err) == (0, "")
     engine = Engine(artifact, num_pages=4)
     prompt = engine.apply_chat_template([{"role": "user", "content": QUESTION}])
-    room = longest_context(engine) - len(prompt)
+    room = engine._builder.longest_context() - len(prompt)
     assert 0 < room < 100
     sampling = SamplingParams(max_new_tokens=room, temperature=2, seed=1)
     assert outcome.out == f"{engine.generate([prompt], sampling)[0].text}\n"

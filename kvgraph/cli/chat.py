@@ -68,7 +68,6 @@ def chat(
     from kvgraph.runtime.chat import Prompts
     from kvgraph.runtime.engine import Engine
     from kvgraph.runtime.sampling import SamplingParams
-    from kvgraph.serve.facts import longest_context
 
     asked: JsonObject = {
         "max_new_tokens": MOST if max_new_tokens is None else max_new_tokens,
@@ -97,7 +96,7 @@ def chat(
             max_batch_size=1,
             num_threads=threads,
         )
-    longest = longest_context(engine) if max_new_tokens is None else None
+    longest = engine._builder.longest_context() if max_new_tokens is None else None
     talk = Talk(engine, engine.suggested_params(asked), system, longest)
     for line in _typed() if talk.is_live else _piped():
         command = line.strip()

@@ -166,10 +166,9 @@ def compile(
     for note in manifest.notes:
         stderr.print(f"note: {note}", soft_wrap=True)
     _warn_unmatched(manifest)
-    size = sum(entry.size for entry in manifest.files.values())
     stderr.print(
         f"compiled {manifest.model.architecture} for {manifest.target} ({manifest.backend}): "
-        f"{output}, {size_text(size)}",
+        f"{output}, {size_text(manifest.nbytes)}",
         soft_wrap=True,
     )
     if json:

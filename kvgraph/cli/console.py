@@ -117,7 +117,7 @@ def summary(folder: Path, manifest: Manifest) -> dict[str, object]:
         "target": manifest.target,
         "weights": manifest.weights,
         "identity": manifest.identity.hex(),
-        "bytes": sum(entry.size for entry in manifest.files.values()),
+        "bytes": manifest.nbytes,
         "files": sorted(manifest.files),
         "notes": manifest.notes,
     }

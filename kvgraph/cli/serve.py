@@ -37,6 +37,7 @@ from kvgraph.errors import (
     UnsupportedError,
 )
 from kvgraph.kv.memory import DEFAULT_BATCH_SIZE
+from kvgraph.serve.options import ServeOptions
 from kvgraph.signal_handlers import end_at_signals
 
 if TYPE_CHECKING:
@@ -53,6 +54,7 @@ NEEDED = ("starlette", "uvicorn", "httptools", "uvloop", "msgspec", "prometheus_
 
 
 GenerationConfig = StrEnum("GenerationConfig", ("auto", "none"))
+DEFAULTS = ServeOptions()
 
 
 @end_at_signals(0)  # until the server has its own handlers
@@ -66,10 +68,10 @@ def serve(
     keep_alive_seconds: Annotated[
         int,
         typer.Option(min=1, help="Time that an idle connection stays open: more than a proxy's."),
-    ] = 75,
+    ] = DEFAULTS.keep_alive_seconds,
     max_queued_requests: Annotated[
         int, typer.Option(min=0, help="Most requests that wait for a row of the batch.")
-    ] = 64,
+    ] = DEFAULTS.max_queued_requests,
     max_queued_tokens: Annotated[
         int | None,
         typer.Option(min=0, help="Most prompt tokens that wait [default: 16 steps of prefill]."),
@@ -82,10 +84,10 @@ def serve(
     ] = None,
     drain_seconds: Annotated[
         float, typer.Option(min=0, help="Time for running requests after SIGTERM.")
-    ] = 15.0,
+    ] = DEFAULTS.drain_seconds,
     metrics_prefix: Annotated[
         str, typer.Option(help="Prefix of metric names; `vllm:` makes dashboards for vLLM work.")
-    ] = "kvgraph:",
+    ] = DEFAULTS.metrics_prefix,
     kv_events: Annotated[
         str | None,
         typer.Option(help="ZeroMQ endpoint that tells routers of pages: tcp://*:5557."),
@@ -93,7 +95,9 @@ def serve(
     kv_events_replay: Annotated[
         str | None, typer.Option(help="Endpoint to ask for missed events: tcp://*:5558.")
     ] = None,
-    kv_events_topic: Annotated[str, typer.Option(help="Topic of the events.")] = "kv-events",
+    kv_events_topic: Annotated[str, typer.Option(help="Topic of the events.")] = (
+        DEFAULTS.kv_events_topic
+    ),
     allowed_origins: Annotated[
         list[str] | None,
         typer.Option(
@@ -116,7 +120,7 @@ def serve(
             help="Fewest tokens of a stream's frame, but for the first and the last: more of them "
             "cost less time.",
         ),
-    ] = 1,
+    ] = DEFAULTS.stream_interval,
     log_prompts: Annotated[
         bool, typer.Option("--log-prompts", help="Write prompts into the log.")
     ] = False,
@@ -173,8 +177,7 @@ def serve(
                 f"{name}: needed to serve, not installed; pip install 'kvgraph[serve]'"
             )
     from kvgraph.runtime.artifact import load, read
-    from kvgraph.serve.options import ServeOptions
-    from kvgraph.serve.server import serve as listen
+    from kvgraph.serve.server import serve as serve_engine
 
     if not METRIC_NAME.fullmatch(f"{metrics_prefix}x"):
         raise RequestError(
@@ -230,7 +233,7 @@ def serve(
         make = partial(_engine, loaded, collective_timeout, settings, threads)
         if nice is None:
             nice = 0 if is_cuda or loaded.ranks > 1 else COMPUTE_NICE
-        listen(name, make, replace(options, nice=nice), host=host, port=port, uds=uds)
+        serve_engine(name, make, replace(options, nice=nice), host=host, port=port, uds=uds)
         return
     if is_cuda and loaded.ranks > 1:
         raise UnsupportedError(

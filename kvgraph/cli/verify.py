@@ -43,7 +43,7 @@ def verify(
 
     with working("hashing"):
         manifest = verify_artifact(artifact).manifest
-    size = size_text(sum(entry.size for entry in manifest.files.values()))
+    size = size_text(manifest.nbytes)
     if not json:
         count = len(manifest.files)
         stdout.print(f"{artifact}: intact: {count} {plural('file', count)}, {size}", soft_wrap=True)

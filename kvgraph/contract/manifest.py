@@ -206,6 +206,11 @@ class Manifest:
         )
 
     @property
+    def nbytes(self) -> int:
+        """Bytes of all files."""
+        return sum(entry.size for entry in self.files.values())
+
+    @property
     def identity(self) -> bytes:
         """The 32-byte identity of page contents: SHA-256 of model, activation dtype, page layout.
 

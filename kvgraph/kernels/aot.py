@@ -109,12 +109,12 @@ class Compiled:
         }
 
 
-EXACTLY_ALIKE = ("merge_parts",)
+EXACTLY_ALIKE = (variants.MERGE_PARTS.name,)
 """Kernels in which several threads store the same value. With fused products a sum over lanes could
 differ in its last bit between lanes, so that the result would depend on the last store."""
 
 
-def attention_variants(shape: AttentionShape, arch: str) -> list[Variant]:
+def all_attention_variants(shape: AttentionShape, arch: str) -> list[Variant]:
     """Every kernel that store_kv, paged_attention and update_and_attend of `shape` launch.
 
     UnsupportedError names the value that no kernel supports (architecture, head_dim, page_size,
@@ -127,8 +127,8 @@ def attention_variants(shape: AttentionShape, arch: str) -> list[Variant]:
 
 
 def compile_attention(shape: AttentionShape, arch: str) -> list[Compiled]:
-    """Compile `attention_variants`; unsupported shapes are refused before any compile."""
-    return compile_all(attention_variants(shape, arch), arch)
+    """Compile `all_attention_variants`; unsupported shapes are refused before any compile."""
+    return compile_all(all_attention_variants(shape, arch), arch)
 
 
 def compile_all(variants: Iterable[Variant], arch: str) -> list[Compiled]:

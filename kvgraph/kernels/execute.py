@@ -31,7 +31,16 @@ from kvgraph.kernels.linear_plan import roles_of
 from kvgraph.kernels.run_ptx import run_plan
 from kvgraph.kernels.shapes import SHARED_MEMORY, AttentionShape, PoolShape, Rope
 from kvgraph.kernels.trials import Trial
-from kvgraph.kernels.variants import KERNELS, Variant
+from kvgraph.kernels.variants import (
+    EXPERTS_DOWN,
+    INCREMENT_CACHE_LENGTHS,
+    KERNELS,
+    QUANTIZED_LINEAR,
+    RMS_NORM,
+    ROUTE,
+    SILU_MUL,
+    Variant,
+)
 
 UNPROVED = (
     "not shown by this: the machine code that ptxas makes of it, the driver, the order of memory "
@@ -41,10 +50,10 @@ MULTIPROCESSORS = {"decode": 1, "long": 8}
 """Multiprocessors of the device that a trial is planned for: with more of them, the long context of
 few rows is split."""
 
-UNITS = ("rms_norm", "silu_mul", "route", "increment_cache_lengths")
-EXPERTS = "experts_down"
+UNITS = tuple(k.name for k in (RMS_NORM, SILU_MUL, ROUTE, INCREMENT_CACHE_LENGTHS))
+EXPERTS = EXPERTS_DOWN.name
 """The kernel whose task runs all kernels of a mixture of experts."""
-LINEAR = "quantized_linear"
+LINEAR = QUANTIZED_LINEAR.name
 
 
 @dataclass(frozen=True)
@@ -316,14 +325,14 @@ def run_trial(trial: Trial, known: dict[str, StoredKernel]) -> list[Ran]:
     launched: list[StoredKernel] = []
 
     def kernel(variant: Variant) -> tuple[ptx.Kernel, int]:
-        packed = known.get(variant.name)
-        if packed is None:
+        stored = known.get(variant.name)
+        if stored is None:
             raise ArtifactError(
                 f"{variant.name}: expected among the artifact's kernels, as its plan launches it, "
                 "got none"
             )
-        launched.append(packed)
-        return _parsed(packed), packed.shared
+        launched.append(stored)
+        return _parsed(stored), stored.shared
 
     counted = run_plan(trial.plan, trial.given, kernel, profile=True)
     where, error, limit = trial.error()
@@ -334,17 +343,17 @@ def run_trial(trial: Trial, known: dict[str, StoredKernel]) -> list[Ran]:
             f"within {limit:.1e}, got an error of {error:.1e}"
         )
     pairs = zip(launched, counted, strict=True)
-    return [_ran(packed, counters, trial.name, error, limit) for packed, counters in pairs]
+    return [_ran(stored, counters, trial.name, error, limit) for stored, counters in pairs]
 
 
 def _ran(
-    packed: StoredKernel, counters: ptx.Counters, trial: str, error: float, limit: float
+    stored: StoredKernel, counters: ptx.Counters, trial: str, error: float, limit: float
 ) -> Ran:
     traffic = [*counters.global_reads.values(), *counters.global_writes.values()]
     return Ran(
-        packed.title,
-        packed.arch,
-        f"kernels/{packed.arch}/{packed.variant.name}.cubin",
+        stored.title,
+        stored.arch,
+        f"kernels/{stored.arch}/{stored.variant.name}.cubin",
         trial,
         error,
         limit,
@@ -355,8 +364,8 @@ def _ran(
     )
 
 
-def _parsed(packed: StoredKernel) -> ptx.Kernel:
-    return _read_ptx(packed.path, packed.entry, packed.arch)
+def _parsed(stored: StoredKernel) -> ptx.Kernel:
+    return _read_ptx(stored.path, stored.entry, stored.arch)
 
 
 @lru_cache(maxsize=32)

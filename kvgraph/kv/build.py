@@ -30,7 +30,7 @@ WINDOWED_SEQ_LEN = 131072
 """Longest context of a cache with a window when `max_seq_len` is not given, in tokens."""
 
 
-MOST = (1 << 31) - 2
+MOST_COUNT = (1 << 31) - 2
 """Most pages, rows and tokens: indices are int32, and the null page is one more page."""
 
 
@@ -58,10 +58,12 @@ def require_sizes(
     """
     pages = _by_leaf("total_num_pages", params, total_num_pages, 1)
     max_batch_size = require_integer(
-        "max_batch_size", max_batch_size, ParamsError, least=1, most=MOST
+        "max_batch_size", max_batch_size, ParamsError, least=1, most=MOST_COUNT
     )
     if max_seq_len is not None:
-        max_seq_len = require_integer("max_seq_len", max_seq_len, ParamsError, least=1, most=MOST)
+        max_seq_len = require_integer(
+            "max_seq_len", max_seq_len, ParamsError, least=1, most=MOST_COUNT
+        )
     host_pages = _by_leaf("total_num_host_pages", params, total_num_host_pages, 0)
     widths = _widths(params, pages, max_seq_len)
     longest = _windowed_tokens(params, widths) if max_seq_len is None else max_seq_len
@@ -138,7 +140,7 @@ def _by_leaf(
         raise ParamsError(f"{name}: expected the leaves {list(params.leaves)}, got {list(given)}")
     names = {path: f"{name}[{path!r}]" if path else name for path in params.leaves}
     return {
-        path: require_integer(where, given[path], ParamsError, least=least, most=MOST)
+        path: require_integer(where, given[path], ParamsError, least=least, most=MOST_COUNT)
         for path, where in names.items()
     }
 

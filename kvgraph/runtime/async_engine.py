@@ -30,8 +30,8 @@ from kvgraph.errors import (
 )
 from kvgraph.runtime.arguments import instance, optional_integer
 from kvgraph.runtime.engine import Engine
-from kvgraph.runtime.engine_calls import answer
-from kvgraph.runtime.request_threads import RequestThreads, running_loop
+from kvgraph.runtime.engine_calls import answer, running_loop
+from kvgraph.runtime.request_threads import RequestThreads
 from kvgraph.runtime.sampling import SamplingParams, Token
 from kvgraph.runtime.scheduler import Request
 from kvgraph.runtime.text import Completion, completion_of

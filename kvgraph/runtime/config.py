@@ -13,7 +13,7 @@ from typing import Any, Literal, TypedDict, TypeVar
 
 from kvgraph.contract.sizes import parse_bytes
 from kvgraph.errors import RequestError
-from kvgraph.kv.build import MOST
+from kvgraph.kv.build import MOST_COUNT
 from kvgraph.kv.memory import DEFAULT_BATCH_SIZE
 from kvgraph.runtime.arguments import flag, instance, integer, optional_integer, sequence
 from kvgraph.runtime.prefix_file import Prefix
@@ -46,7 +46,7 @@ class CacheConfig:
         caching = self.enable_prefix_caching
         _normalize(
             self,
-            num_pages=optional_integer("num_pages", self.num_pages, 1, MOST),
+            num_pages=optional_integer("num_pages", self.num_pages, 1, MOST_COUNT),
             cache_memory=self.nbytes,
             enable_prefix_caching=None
             if caching is None
@@ -86,7 +86,7 @@ class TierConfig:
         pages = self.total_num_host_pages
         _normalize(
             self,
-            total_num_host_pages=optional_integer("total_num_host_pages", pages, 0, MOST),
+            total_num_host_pages=optional_integer("total_num_host_pages", pages, 0, MOST_COUNT),
             host_memory=parse_bytes("host_memory", self.host_memory),
             disk_bytes=None if self.disk_bytes is None else self.disk_nbytes,
             prefixes=tuple(sequence("prefixes", "file", self.prefixes)),

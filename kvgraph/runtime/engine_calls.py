@@ -1,14 +1,27 @@
-"""Calls of tasks that run in the thread of an AsyncEngine."""
+"""Calls of an AsyncEngine from tasks of its event loop."""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import TypeVar
 
+from kvgraph.errors import RequestError
 from kvgraph.runtime.engine import Engine
 
 T = TypeVar("T")
+
+
+def running_loop(call: str) -> asyncio.AbstractEventLoop:
+    """The event loop of the caller. RequestError, for AsyncEngine's method `call`, outside one."""
+    try:
+        return asyncio.get_running_loop()
+    except RuntimeError as error:
+        raise RequestError(
+            f"AsyncEngine.{call}: expected a running event loop of asyncio, got none; call it in "
+            "a task of asyncio, as `asyncio.run` makes one"
+        ) from error
 
 
 def answer(found: Future[T], function: Callable[[Engine], T], engine: Engine) -> None:

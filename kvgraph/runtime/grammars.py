@@ -177,10 +177,7 @@ def _require_bounded(name: str, schema: dict[str, object]) -> None:
             )
         multiples *= multiple
         own = sum(key in part for key in COSTLY)
-        joined = sum(key in part for key in COMBINING)
-        every = part.get("allOf")
-        combines |= joined > 1 or bool(joined and own)
-        combines |= isinstance(every, list) and len(every) > 1
+        combines |= _combines(part, own > 0)
         costly += own
     if combines and costly > MOST_COMBINED:
         raise RequestError(
@@ -192,6 +189,12 @@ def _require_bounded(name: str, schema: dict[str, object]) -> None:
             f'{name}: expected values of "multipleOf" with digits that multiply to at most '
             f"{most_combined} in a schema that combines others, got {multiples}"
         )
+
+
+def _combines(part: dict[str, object], has_own: bool) -> bool:
+    """Whether several schemas hold at this place. `has_own`: the part itself limits values."""
+    joined, every = sum(key in part for key in COMBINING), part.get("allOf")
+    return joined > 1 or bool(joined and has_own) or (isinstance(every, list) and len(every) > 1)
 
 
 def _require_distinct_keys(name: str, part: dict[str, object]) -> None:
@@ -242,10 +245,7 @@ def _require_exact(name: str, schema: dict[str, object]) -> None:
             own = [(key, number) for key in BOUNDS for number in _numbers(part.get(key))]
             _require_apart(name, own)
             bounds += own
-            every = part.get("allOf")
-            joined = sum(key in part for key in COMBINING)
-            combines |= joined > 1 or bool(joined and own)
-            combines |= isinstance(every, list) and len(every) > 1
+            combines |= _combines(part, bool(own))
             for key in (*BOUNDS, *VALUES):
                 for number in _numbers(part.get(key)):
                     _require_float(name, key, number)

@@ -57,8 +57,7 @@ def outcome_of(batch: Batch, logits_RV: Logits) -> Outcome:
     if guides := [row.guide for row in rows if row.guide is not None]:
         set_masks(guides)
     tokens = sample(logits_RV[: len(rows)], [row.source for row in rows])
-    ahead: dict[str, list[Token]] = {}
-    generated = tokens_with_text(rows, tokens, ahead)
+    generated, ahead = tokens_with_text(rows, tokens)
     if batch.scored:
         score_prompts(batch, logits_RV)
     if any(row.source.asks for row in rows):
@@ -68,7 +67,7 @@ def outcome_of(batch: Batch, logits_RV: Logits) -> Outcome:
         tokens = [None if token.error else token.token_id for token in generated]
     lengths = [row.context.current_length for row in rows]
     outcome = Outcome(batch, tokens, reasons, lengths, generated)
-    return jump(outcome, ahead) if ahead else outcome
+    return with_forced(outcome, ahead) if ahead else outcome
 
 
 def sample(logits_RV: Logits, sources: Sequence[TokenSource]) -> list[int | None]:
@@ -95,26 +94,24 @@ def sample(logits_RV: Logits, sources: Sequence[TokenSource]) -> list[int | None
 
 
 def tokens_with_text(
-    rows: Sequence[Request],
-    tokens: Sequence[int | None],
-    ahead: dict[str, list[Token]],
-) -> list[Token]:
-    """Each row's token with the text that it completes. Tokens that it forces go to `ahead`."""
-    generated = []
+    rows: Sequence[Request], tokens: Sequence[int | None]
+) -> tuple[list[Token], dict[str, list[Token]]]:
+    """Each row's token with its text, and by request id the tokens that it forces."""
+    generated, ahead = list[Token](), dict[str, list[Token]]()
     for row, token in zip(rows, tokens, strict=True):
         if token is None:
             generated.append(_failure(row, _no_token(row), _held_text(row)))
         elif row.guide is None:
             generated.append(_with_text(row, token))
         else:
-            first, *rest = _run(row, row.guide, token)
+            first, *rest = _drawn_and_forced(row, row.guide, token)
             generated.append(first)
             if rest:
                 ahead[row.request_id] = rest
-    return generated
+    return generated, ahead
 
 
-def _run(row: Request, guide: Guide, token: int) -> list[Token]:
+def _drawn_and_forced(row: Request, guide: Guide, token: int) -> list[Token]:
     """A drawn token and the tokens that it forces, up to one that ends the request."""
     if row.reason_after(token) == "stop":
         return [_with_text(row, token)]
@@ -165,7 +162,7 @@ def _with_text(row: Request, token: int, behind: int = 0, *, is_last: bool = Fal
     return Token(row.request_id, token, text, reason, stop_reason=stop, characters=characters)
 
 
-def jump(outcome: Outcome, ahead: Mapping[str, Sequence[Token]]) -> Outcome:
+def with_forced(outcome: Outcome, ahead: Mapping[str, Sequence[Token]]) -> Outcome:
     """Add the forced tokens `ahead` to the outcome. They have no logits.
 
     Random numbers are skipped for them, as if they had been drawn.

@@ -112,6 +112,19 @@ class RequestBuilder:
             requests[index].index = index
         return requests
 
+    def longest_context(self) -> int:
+        """Most tokens of prompt and output that both the model and the pool allow a request."""
+        kv, chunk = self.scheduler.kv, self.scheduler.max_batch_tokens
+        low, high = 1, self.model.max_seq_len
+        while low < high:
+            middle = (low + high + 1) // 2
+            try:
+                kv.require_room("longest", middle - 1, chunk)
+                low = middle
+            except RequestError:
+                high = middle - 1
+        return low
+
     def _check(self, request_id: str, tokens: list[int]) -> None:
         if not tokens:
             raise RequestError(f"request {request_id!r}: expected a prompt, got an empty one")

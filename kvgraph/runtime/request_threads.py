@@ -55,16 +55,5 @@ class RequestThreads:
             threads.shutdown(wait=False)
 
 
-def running_loop(call: str) -> asyncio.AbstractEventLoop:
-    """The event loop of the caller. RequestError, for AsyncEngine's method `call`, outside one."""
-    try:
-        return asyncio.get_running_loop()
-    except RuntimeError as error:
-        raise RequestError(
-            f"AsyncEngine.{call}: expected a running event loop of asyncio, got none; call it in "
-            "a task of asyncio, as `asyncio.run` makes one"
-        ) from error
-
-
 def _stopped() -> RequestError:
     return RequestError("AsyncEngine.submit: expected a running engine, got a stopped one")

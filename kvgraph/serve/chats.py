@@ -22,9 +22,8 @@ from kvgraph.serve.answers import (
     text_of,
     usage_of,
 )
-from kvgraph.serve.errors import ServeError
 from kvgraph.serve.generation import Choice, Generation, salt_of
-from kvgraph.serve.jobs import Job, require_output_room, usage_so_far
+from kvgraph.serve.jobs import Job, require_choices, require_output_room, usage_so_far
 from kvgraph.serve.protocol import ChatRequest
 from kvgraph.serve.sampling import refusal, sampling_of
 from kvgraph.serve.service import Served, Service
@@ -38,9 +37,7 @@ async def chat_job(service: Service, given: ChatRequest) -> Job:
     """Build the job. ServeError for messages that the template rejects, or that do not fit."""
     served = service.require_ready()
     given.require_supported()
-    if given.num_each > service.options.max_choices:
-        most = service.options.max_choices
-        raise ServeError(400, f"n: expected at most {most}, got {given.num_each}", param="n")
+    require_choices(service.options.max_choices, given.num_each)
     served.admission.require_room(given.num_each, 0)  # before any text is rendered
     tools = Tools(given)
     shape = _shape(given, tools)

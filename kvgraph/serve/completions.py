@@ -24,7 +24,7 @@ from kvgraph.serve.answers import (
 )
 from kvgraph.serve.errors import ServeError, too_long
 from kvgraph.serve.generation import Choice, Generation, salt_of
-from kvgraph.serve.jobs import Echo, Job, require_output_room, usage_so_far
+from kvgraph.serve.jobs import Echo, Job, require_choices, require_output_room, usage_so_far
 from kvgraph.serve.protocol import CompletionRequest
 from kvgraph.serve.sampling import sampling_of
 from kvgraph.serve.service import Served, Service
@@ -41,9 +41,7 @@ async def completion_job(service: Service, given: CompletionRequest) -> Job:
     served = service.require_ready()
     given.require_supported()
     count = len(given.prompts) * given.num_each
-    if count > service.options.max_choices:
-        most = service.options.max_choices
-        raise ServeError(400, f"n: expected at most {most} choices, got {count}", param="n")
+    require_choices(service.options.max_choices, count)
     served.admission.require_room(count, 0)  # before any text is tokenized
     drops_output = given.max_tokens == 0
     if drops_output and not given.echo:

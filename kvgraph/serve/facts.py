@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from kvgraph.errors import RequestError
 from kvgraph.kv.paged import PagedKVCacheManager
 from kvgraph.kv.pool.identity import PoolSettings
 from kvgraph.runtime.engine import Engine
@@ -34,7 +33,7 @@ def facts_of(engine: Engine) -> EngineFacts:
     kv, rows = engine.kv, engine.scheduler
     facts = EngineFacts(
         engine.model.vocab_size,
-        longest_context(engine),
+        engine._builder.longest_context(),
         rows.max_batch_size,
         rows.max_batch_tokens,
         kv.params.page_size,
@@ -45,17 +44,3 @@ def facts_of(engine: Engine) -> EngineFacts:
         return facts
     pages, window = kv.followed()
     return replace(facts, settings=kv.settings, routed_pages=pages, window=window)
-
-
-def longest_context(engine: Engine) -> int:
-    """Most tokens of prompt and output that both the model and the pool allow a request."""
-    low, high = 1, engine.model.max_seq_len
-    chunk = engine.scheduler.max_batch_tokens
-    while low < high:
-        middle = (low + high + 1) // 2
-        try:
-            engine.kv.require_room("longest", middle - 1, chunk)
-            low = middle
-        except RequestError:
-            high = middle - 1
-    return low

@@ -15,6 +15,12 @@ from kvgraph.serve.generation import Generation
 from kvgraph.serve.tools import Tools
 
 
+def require_choices(most: int, count: int) -> None:
+    """Raise ServeError for a request of too many choices."""
+    if count > most:
+        raise ServeError(400, f"n: expected at most {most} choices, got {count}", param="n")
+
+
 @dataclass(frozen=True, slots=True)
 class Echo:
     """A prompt as the answer repeats it."""

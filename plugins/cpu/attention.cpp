@@ -63,9 +63,9 @@ Plan plan(const Attention& job) {
   const int64_t fit = std::max<int64_t>(1, kStateFloats / std::max<int64_t>(1, state));
   const int64_t tiles = std::max<int64_t>(1, static_cast<int64_t>(p.tiles.size()));
   const int64_t wanted = 4 * static_cast<int64_t>(parallelism(job.call));
-  const int64_t cuts = std::clamp<int64_t>((wanted + tiles - 1) / tiles, 1, job.pool.kv_heads);
-  p.heads_per_task = std::min(fit, (job.pool.kv_heads + cuts - 1) / cuts);
-  p.head_tasks = (job.pool.kv_heads + p.heads_per_task - 1) / p.heads_per_task;
+  const int64_t cuts = std::clamp<int64_t>(ceildiv(wanted, tiles), 1, job.pool.kv_heads);
+  p.heads_per_task = std::min(fit, ceildiv(job.pool.kv_heads, cuts));
+  p.head_tasks = ceildiv(job.pool.kv_heads, p.heads_per_task);
   return p;
 }
 

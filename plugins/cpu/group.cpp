@@ -12,6 +12,7 @@
 
 #include "cpu/check.h"
 #include "cpu/lifelines.h"
+#include "cpu/parallel.h"
 
 #if defined(__linux__)
 #include <linux/futex.h>
@@ -70,14 +71,6 @@ Shared& shared(const kvg_group& group) { return *static_cast<Shared*>(group.memo
 char* place(const kvg_group& group, uint64_t call, int32_t rank) {
   const size_t index = (call & 1) * static_cast<size_t>(group.size) + static_cast<size_t>(rank);
   return static_cast<char*>(group.memory) + kPieces + index * kPieceBytes;
-}
-
-void pause_briefly() {
-#if defined(__x86_64__)
-  __builtin_ia32_pause();
-#else
-  std::this_thread::yield();
-#endif
 }
 
 // Sleeps while `word` is `seen`, for kSleep at most.

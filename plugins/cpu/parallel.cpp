@@ -25,12 +25,6 @@ size_t default_threads() {
   return count ? count : 1;
 }
 
-void relax() {
-#if defined(__x86_64__)
-  __builtin_ia32_pause();
-#endif
-}
-
 // Layers of a model follow each other within microseconds: workers spin this long before sleeping.
 constexpr int kSpins = 2000;
 constexpr size_t kMaxThreads = 1024;
@@ -97,7 +91,7 @@ class Pool {
   void work(uint64_t seen) {
     for (;;) {
       for (int i = 0; i < kSpins && generation_.load(std::memory_order_acquire) == seen; ++i)
-        relax();
+        pause_briefly();
       {
         std::unique_lock<std::mutex> lock(mutex_);
         wake_.wait(lock, [&] { return generation_.load() != seen; });

@@ -4,12 +4,22 @@
 #include <atomic>
 #include <cstddef>
 #include <exception>
+#include <thread>
 #include <type_traits>
 #include <utility>
 
 #include "kvgraph/abi.h"
 
 namespace kvg {
+
+// Waits a moment in a loop that spins.
+inline void pause_briefly() {
+#if defined(__x86_64__)
+  __builtin_ia32_pause();
+#else
+  std::this_thread::yield();
+#endif
+}
 
 // Number of threads that the tasks of `call` can expect to run on.
 size_t parallelism(const kvg_call& call);

@@ -111,7 +111,7 @@ bool Row::find_head(int64_t most) {
   const kvg::Kernels& kernels = kvg::kernels();
   const int64_t wanted = std::max(4 * most, kFewestGroups);
   const int64_t width = (vocab_ / wanted / kWidths + 1) * kWidths;
-  const int64_t groups = (vocab_ + width - 1) / width, room = 4 * wanted;
+  const int64_t groups = kvg::ceildiv(vocab_, width), room = 4 * wanted;
   if (2 * groups < 3 * most) return false;
   maxima_.resize(static_cast<size_t>(groups));
   if (top_k_ == vocab_ && total_ < 0 && draw_.min_p == 0) {

@@ -100,7 +100,7 @@ void store(const Store& job) {
   const int64_t total = job.rows.begin(job.rows.count);
   const int64_t elements = job.pool.kv_heads * (job.pool.head_dim + job.v_head_dim);
   const int64_t chunk = std::max<int64_t>(1, kElementsPerTask / std::max<int64_t>(1, elements));
-  const int64_t tasks = (total + chunk - 1) / chunk;
+  const int64_t tasks = ceildiv(total, chunk);
   parallel_for(job.call, static_cast<size_t>(tasks), [&](size_t task) {
     Writer writer(job);
     const int64_t begin = static_cast<int64_t>(task) * chunk, end = std::min(total, begin + chunk);

@@ -18,7 +18,7 @@ from torch import nn
 
 from kvgraph.compiler.targets.trt_fields import pack_images
 from kvgraph.contract.params import KVCacheParams
-from kvgraph.kernels.aot import Compiled, Resources, attention_variants
+from kvgraph.kernels.aot import Compiled, Resources, all_attention_variants
 from kvgraph.kernels.record import pack_kernels
 from kvgraph.kernels.shapes import AttentionShape
 from kvgraph.kernels.variants import Parameter
@@ -140,7 +140,7 @@ def compiled(folder: Path, shape: AttentionShape, arch: str) -> list[Compiled]:
     """The cubins of an artifact's `folder`, as it describes them."""
     entries = {e["file"]: e for e in json.loads((folder / "kernels.json").read_text())}
     made = []
-    for variant in attention_variants(shape, arch):
+    for variant in all_attention_variants(shape, arch):
         entry = entries[f"{variant.name}.cubin"]
         variant = copy.copy(variant)
         order = tuple(Parameter(*p) for p in entry["parameters"])

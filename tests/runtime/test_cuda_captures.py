@@ -16,7 +16,7 @@ torch = pytest.importorskip("torch", reason="captures")
 
 from kvgraph.errors import CapacityError  # noqa: E402
 from kvgraph.runtime.sessions.cuda_driver import CudaDevice  # noqa: E402
-from kvgraph.runtime.sessions.cuda_errors import told_by_torch  # noqa: E402
+from kvgraph.runtime.sessions.cuda_errors import raising_cuda_errors  # noqa: E402
 from kvgraph.runtime.sessions.cuda_gpu import CudaGpu  # noqa: E402
 from kvgraph.runtime.sessions.uncollected import uncollected  # noqa: E402
 from tests.runtime.fake_cuda import FakeDriver, install  # noqa: E402
@@ -104,7 +104,7 @@ def test_the_error_of_a_step_is_told_and_not_that_of_its_capture(
             raise torch.OutOfMemoryError("CUDA out of memory.")
         return results.pop()
 
-    with pytest.raises(CapacityError, match="CUDA out of memory"), told_by_torch():
+    with pytest.raises(CapacityError, match="CUDA out of memory"), raising_cuda_errors():
         fake.gpu().capture(step)
     assert fake.calls[-1] == "end"
     assert gc.isenabled()

@@ -25,7 +25,7 @@ from kvgraph.runtime.sessions.cuda_errors import (
     LOST,
     START_AGAIN,
     of_text,
-    told_by_torch,
+    raising_cuda_errors,
 )
 from kvgraph.runtime.sessions.opening import opening
 from tests.runtime.fake_cuda import CUresult, FakeDriver, install
@@ -77,7 +77,7 @@ def test_of_torch_and_of_the_launcher() -> None:
          "k: got CUDA_ERROR_OUT_OF_MEMORY (2)"),
         (DeviceError("k: another"), DeviceError, "k: another"),
     ):  # fmt: skip
-        with pytest.raises(Exception) as caught, told_by_torch():  # noqa: PT011
+        with pytest.raises(Exception) as caught, raising_cuda_errors():  # noqa: PT011
             raise raised
         assert (type(caught.value), str(caught.value)) == (kind, sentence)
 

@@ -127,7 +127,7 @@ def variants_of_checks(arch: str) -> list[Variant]:
     plans = [trial.plan for _, trial in trials_of(arch)]
     found = [one.variant for plan in plans for one in plan.launches]
     found += [variant for row in ROWS for variant in norm_and_gate(*row)]
-    return [*found, variants.increment_variant(), *aot.attention_variants(FAR, arch)]
+    return [*found, variants.increment_variant(), *aot.all_attention_variants(FAR, arch)]
 
 
 def run_case(case: Case, arch: str, device: str, run: Run = run_by_triton) -> None:

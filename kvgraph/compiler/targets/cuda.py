@@ -90,7 +90,7 @@ def lower(
     seconds: dict[str, float] = {}
     for arch in archs:
         progress(f"compiling kernels for {arch}")
-        used = [variant for shape in shapes for variant in aot.attention_variants(shape, arch)]
+        used = [variant for shape in shapes for variant in aot.all_attention_variants(shape, arch)]
         products = product_variants(program, arch)
         made = aot.compile_all([*used, *products, *variants], arch)
         seconds |= save_kernels(made, arch, folder)

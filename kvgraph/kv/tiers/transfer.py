@@ -36,7 +36,7 @@ from kvgraph.kv.requests import TextContext
 from kvgraph.kv.tiers.exchange import LeafPages
 
 FORMAT = "kvgraph-transfer-1"
-DIGEST_BYTES = 32
+PAGE_DIGEST_BYTES = 32
 MOST_HEADER = 64 << 20
 """Most bytes of a message other than a page; a list of a million pages is a tenth larger."""
 
@@ -193,7 +193,7 @@ def _require_own(offered: Sequence[Sequence[bytes]], stored: Sequence[PageStored
     sender does not send its tokens."""
     own = None if stored is None else {page.digest for page in stored}
     for digest in [digest for leaf in offered for digest in leaf]:
-        if len(digest) != DIGEST_BYTES or (own is not None and digest not in own):
+        if len(digest) != PAGE_DIGEST_BYTES or (own is not None and digest not in own):
             raise TransferError(
                 f"digests: expected those of the sender's tokens, got {digest.hex()[:64]!r}"
             )

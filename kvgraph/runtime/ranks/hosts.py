@@ -231,10 +231,7 @@ def _wait_for_all(own: Launched, store: Store, timeout: float) -> None:
     missing = list(range(own.size))
     while missing := [rank for rank in missing if not store.check([f"rank {rank}"])]:
         if time.monotonic() > end:
-            raise RankError(
-                f"ranks: expected {own.size} to join within {timeout:g} s, ranks {missing} are "
-                "missing"
-            )
+            raise own.missing(missing, timeout)
         time.sleep(RETRY_SECONDS)
 
 

@@ -28,6 +28,12 @@ class Launched:
     local_rank: int | None = None
     """Rank among the processes of this machine, if torchrun gives it."""
 
+    def missing(self, ranks: list[int], seconds: float) -> RankError:
+        """The error for `ranks` that did not join within `seconds`."""
+        return RankError(
+            f"ranks: expected {self.size} to join within {seconds:g} s, ranks {ranks} are missing"
+        )
+
     @property
     def is_on_one_machine(self) -> bool:
         return self.here is None

@@ -66,10 +66,7 @@ def _welcome(own: Launched, facts: Facts, timeout: float, wires: list[Wire]) -> 
                 connection, _ = listener.accept()
             except TimeoutError as error:
                 missing = [rank for rank in range(own.size) if rank not in pids]
-                raise RankError(
-                    f"ranks: expected {own.size} to join within {timeout:g} s, ranks {missing} are "
-                    "missing"
-                ) from error
+                raise own.missing(missing, timeout) from error
             pid, uid = _credentials(connection)
             left = max(deadline - time.monotonic(), 0.001)
             hello = _hello(connection, min(left, HELLO_SECONDS)) if uid == os.getuid() else None

@@ -29,7 +29,7 @@ from kvgraph.runtime.folder import ArtifactFolder
 from kvgraph.runtime.sessions import nccl
 from kvgraph.runtime.sessions.base import Session
 from kvgraph.runtime.sessions.captured import CapturedSteps
-from kvgraph.runtime.sessions.cuda_errors import told_by_torch
+from kvgraph.runtime.sessions.cuda_errors import raising_cuda_errors
 from kvgraph.runtime.sessions.cuda_pages import PageCopies
 from kvgraph.runtime.sessions.launches import Gpu
 from kvgraph.runtime.sessions.program import load_program
@@ -50,7 +50,7 @@ class CudaSession(Session):
         if gpu is None:
             from kvgraph.runtime.sessions.cuda_gpu import CudaGpu
 
-            with told_by_torch():
+            with raising_cuda_errors():
                 gpu = CudaGpu(artifact.folder, artifact.rank, artifact.ranks)
             if artifact.ranks > 1:
                 nccl.join(artifact.rank, artifact.ranks)
@@ -84,7 +84,7 @@ class CudaSession(Session):
         shape = symbol.extents(sizes)
         dtype = getattr(torch, symbol.dtype)
         try:
-            with told_by_torch():
+            with raising_cuda_errors():
                 handle = torch.zeros(shape, dtype=dtype, device=self.gpu.device)
                 self._pages.settle()
         except (CapacityError, KernelError) as error:
@@ -97,7 +97,7 @@ class CudaSession(Session):
         return Buffer(symbol.dtype, shape, symbol.device, handle)
 
     def free_memory(self) -> int | None:
-        with told_by_torch():
+        with raising_cuda_errors():
             return self.gpu.free_memory()
 
     def uploader(self, moved: Callable[[], object] = lambda: None) -> Upload:
@@ -108,7 +108,7 @@ class CudaSession(Session):
 
         def upload(symbol: TensorType, values: npt.NDArray[np.int32], capacity: int) -> Buffer:
             tensor = tensors.setdefault(symbol.name, _IndexTensor(self.gpu.device))
-            with told_by_torch():
+            with raising_cuda_errors():
                 if tensor.grow(values.size, capacity):
                     moved()
                 handle = tensor.upload(values)
@@ -117,21 +117,21 @@ class CudaSession(Session):
         return upload
 
     def copy_pages_out(self, buffer: Buffer, pages: Sequence[int], rows: Rows) -> None:
-        with told_by_torch():
+        with raising_cuda_errors():
             self._pages.out(buffer, pages, rows)
 
     def copy_pages_in(self, buffer: Buffer, pages: Sequence[int], rows: Rows) -> None:
-        with told_by_torch():
+        with raising_cuda_errors():
             self._pages.into(buffer, pages, rows)
 
     def pinned_host_bytes(self, nbytes: int) -> npt.NDArray[np.uint8]:
-        with told_by_torch():
+        with raising_cuda_errors():
             return self._pages.pinned(nbytes)
 
     def increment(self, cache_lengths: Buffer, row_offsets: Any) -> None:
         """Enqueue `cache_lengths += row_offsets[1:] - row_offsets[:-1]` on the device."""
         offsets = row_offsets
-        with told_by_torch():
+        with raising_cuda_errors():
             if isinstance(row_offsets, np.ndarray):
                 offsets = torch.from_numpy(row_offsets.copy()).to(self.gpu.device)
             operands = {"cache_lengths": cache_lengths.handle, "input_row_offsets": offsets}
@@ -160,13 +160,13 @@ class CudaSession(Session):
         return self._once(step)
 
     def _once(self, step: Callable[[], torch.Tensor]) -> npt.NDArray[np.float32]:
-        with told_by_torch(), torch.inference_mode():
+        with raising_cuda_errors(), torch.inference_mode():
             logits = step()  # if this raises, the logits of the last call stay valid
             return next(self._logits).download(logits)
 
     def _synchronize(self) -> None:
         if self.gpu.device.type == "cuda":
-            with told_by_torch():
+            with raising_cuda_errors():
                 torch.cuda.synchronize(self.gpu.device)
 
     def _place(self, arrays: Sequence[Any], upload: Upload) -> list[torch.Tensor]:
@@ -206,7 +206,7 @@ class CudaSession(Session):
         # A graph keeps the host values of its captured step, which decide the kernels' grids.
         kept = [t.clone() if h else t for t, h in zip(tensors, self._on_host, strict=True)]
         try:
-            with told_by_torch():
+            with raising_cuda_errors():
                 logits = self._rows_of_logits(len(kept[LOGITS_INDICES]))
                 return self.gpu.capture(lambda: logits.copy_(self._program(*kept)[0]))
         except CapacityError as error:

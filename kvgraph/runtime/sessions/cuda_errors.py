@@ -85,7 +85,7 @@ def _lost(sentence: str) -> DeviceLostError:
 
 
 @contextmanager
-def told_by_torch() -> Iterator[None]:
+def raising_cuda_errors() -> Iterator[None]:
     """Convert torch's errors to CapacityError, DeviceLostError or KernelError.
 
     A plain DeviceError of our launcher becomes one of the first two if its text says so."""

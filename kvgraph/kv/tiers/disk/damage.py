@@ -34,7 +34,7 @@ def is_full(error: BaseException) -> bool:
 
 
 @contextmanager
-def told_busy() -> Iterator[None]:
+def raising_busy() -> Iterator[None]:
     try:
         yield
     except sqlite3.OperationalError as error:
@@ -44,7 +44,7 @@ def told_busy() -> Iterator[None]:
 
 
 @contextmanager
-def told_damage() -> Iterator[None]:
+def raising_damage() -> Iterator[None]:
     try:
         yield
     except sqlite3.ProgrammingError:

@@ -20,9 +20,9 @@ from typing import NamedTuple
 from kvgraph.kv.tiers.disk.damage import (
     is_full,
     out_of_range,
+    raising_busy,
+    raising_damage,
     slot_at,
-    told_busy,
-    told_damage,
     typed_rows,
 )
 from kvgraph.kv.tiers.disk.folder import DamagedError, PrivateFolder
@@ -97,7 +97,7 @@ class Index:
         self._has_no_room = False
         self._gave_back = False  # whether this transaction freed blocks
         require_index(folder)
-        with told_damage():
+        with raising_damage():
             self._db = sqlite3.connect(
                 folder.path / INDEX,
                 timeout=LOCK_SECONDS,
@@ -146,7 +146,7 @@ class Index:
     # -- questions
 
     def find(self, key: bytes) -> HeldPage | None:
-        with told_damage():
+        with raising_damage():
             row = self._db.execute(
                 "SELECT stride, slot, size, sum FROM slots WHERE model = ? AND key = ?",
                 (self._model, key),
@@ -160,7 +160,7 @@ class Index:
 
     def counts(self) -> tuple[int, int]:
         """Number of pages of this model, and of other models."""
-        with told_damage():
+        with raising_damage():
             own, all_ = self._db.execute(
                 "SELECT count(CASE WHEN model = ? THEN 1 END), count(*) FROM slots "
                 "WHERE key IS NOT NULL",
@@ -170,7 +170,7 @@ class Index:
         return own, all_ - own
 
     def all_keys(self) -> list[bytes]:
-        with told_damage():
+        with raising_damage():
             rows = self._db.execute(
                 "SELECT key FROM slots WHERE model = ? AND key IS NOT NULL", (self._model,)
             ).fetchall()
@@ -178,7 +178,7 @@ class Index:
 
     def owners(self) -> list[str]:
         """Tokens of the processes that claim slots, dead or alive."""
-        with told_damage():
+        with raising_damage():
             rows = self._db.execute(
                 "SELECT DISTINCT owner FROM slots WHERE owner IS NOT NULL"
             ).fetchall()
@@ -364,7 +364,7 @@ class Index:
 
     @contextmanager
     def _transaction(self) -> Iterator[None]:
-        with told_damage(), told_busy():
+        with raising_damage(), raising_busy():
             self._db.execute("BEGIN IMMEDIATE")
             self._gave_back = False
             try:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from kvgraph.kv.tiers.disk import index
-from kvgraph.kv.tiers.disk.damage import out_of_range, slot_at, told_damage, typed_rows
+from kvgraph.kv.tiers.disk.damage import out_of_range, raising_damage, slot_at, typed_rows
 from kvgraph.kv.tiers.disk.folder import DamagedError, PrivateFolder
 from kvgraph.kv.tiers.disk.index import INDEX, OUT_OF_RANGE, require_index
 
@@ -40,7 +40,7 @@ def pages_by_model(path: Path) -> list[ModelPages]:
     found: dict[bytes, ModelPages] = {}
     folder = PrivateFolder(path.parent, path.name, is_read=True)
     try:
-        with told_damage(), closing(_opened(folder)) as db:
+        with raising_damage(), closing(_opened(folder)) as db:
             for _, _, size, used, model in _pages(db):
                 _, pages, nbytes, last = found.get(model, ModelPages(model, 0, 0, 0))
                 found[model] = ModelPages(model, pages + 1, nbytes + size, max(used, last))
