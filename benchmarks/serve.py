@@ -18,6 +18,8 @@ random tokens, so that no prefix is shared; tokens are counted by `usage`. Parts
   overload  32 streams run; for --seconds, in 4 turns with pauses between them, four times as many
             requests as fit arrive: time to an answer of 429, and the streams' 99th percentile
             meanwhile and in the pauses. Turns, since a step takes longer the longer its contexts
+  restart   a server that is killed (SIGKILL) in the middle of 32 streams, and started again: time
+            from its start until /ready answers 200, median of 5
   soak      --requests requests over tiny-llama, 64 at a time, of which 30 % are left at a random
             moment: pages that did not come back, resident memory after a tenth and at the end
 
@@ -44,17 +46,28 @@ from typing import Any
 from urllib.request import urlopen
 
 import kvgraph
-from benchmarks.serve_client import NEW, Answer, arriving, ask, resident, run, server, together
-from benchmarks.serve_peers import vllm_server, words_of_vocabulary
+from benchmarks.serve_client import (
+    NEW,
+    Answer,
+    arriving,
+    ask,
+    resident,
+    run,
+    seconds_to_ready,
+    server,
+    together,
+)
+from benchmarks.serve_peers import free_port, vllm_server, words_of_vocabulary
 from benchmarks.start import TINY_LLAMA
 from benchmarks.step import SHAPE, built
 
 STREAMS, PROMPT, INTERVAL = 32, 64, 4
-PARTS = ("streams", "first", "load", "overload", "soak")
+PARTS = ("streams", "first", "load", "overload", "restart", "soak")
 LONG_PROMPTS = (64, 512)
 TURNS, START_SECONDS, STREAMED = 4, 5, 3072
 """Of `overload`: turns, the seconds in which the streams' prompts run, tokens of a stream."""
 
+RESTARTS = 5
 BLOCKS, BLOCK = 5, 9
 """Of `first`: blocks of a repeat, requests of a block; the first two are not counted."""
 
@@ -126,6 +139,10 @@ def measure(
         figures["first"] = first(artifact, rng, repeats)
     if "load" in parts:
         figures["load"] = load(artifact, rng, seconds)
+    if "restart" in parts:
+        port, prompts = free_port(), prompts_of(rng, STREAMS)
+        times = [seconds_to_ready(artifact, port, prompts) for _ in range(RESTARTS + 1)]
+        figures["restart"] = {"until ready, s": statistics.median(times[1:])}
     if "overload" in parts:
         rate = 4 * figures["streams"]["server tokens/s"] / NEW
         figures["overload"] = overload(artifact, rng, rate, seconds)

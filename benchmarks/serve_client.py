@@ -12,9 +12,11 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Coroutine, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar, cast
+from urllib.request import urlopen
 
 import uvloop
 
@@ -154,12 +156,16 @@ def run(task: Coroutine[Any, Any, T]) -> T:
         return runner.run(task)
 
 
+def serving(artifact: Path, port: int, *options: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "kvgraph", "serve", str(artifact), "--port", str(port)]
+    command += ["--drain-seconds", "0", *options]
+    return subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+
+
 @contextlib.contextmanager
 def server(artifact: Path, *options: str) -> Iterator[tuple[int, int]]:
     """Its port, and its process."""
-    command = [sys.executable, "-m", "kvgraph", "serve", str(artifact), "--port", "0"]
-    command += ["--drain-seconds", "0", *options]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    process = serving(artifact, 0, *options)
     assert process.stderr is not None
     port = 0
     for line in process.stderr:
@@ -174,6 +180,29 @@ def server(artifact: Path, *options: str) -> Iterator[tuple[int, int]]:
         process.send_signal(signal.SIGTERM)
         assert process.wait(30) == 0
         drained.wait(30)
+
+
+def seconds_to_ready(artifact: Path, port: int, prompts: list[list[int]]) -> float:
+    """Start a server that answers `prompts` once it is ready; kill it in the middle of that.
+    Seconds from its start until /ready answers 200."""
+    start = time.perf_counter()
+    with serving(artifact, port) as process, ThreadPoolExecutor() as threads:
+        while not _is_ready(port):
+            time.sleep(0.001)
+        seconds = time.perf_counter() - start
+        asked = threads.submit(run, together(port, prompts, NEW))
+        time.sleep(0.5)
+        process.kill()
+        assert not any(answer.usage for answer in asked.result())
+    return seconds
+
+
+def _is_ready(port: int) -> bool:
+    try:
+        with urlopen(f"http://127.0.0.1:{port}/ready", timeout=1) as answer:
+            return bool(answer.status == 200)
+    except OSError:  # nothing listens yet, or 503
+        return False
 
 
 def resident(process: int) -> float:
