@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from kvgraph import ops
-from kvgraph.compiler.frontends.refusals import PROVEN
+from kvgraph.compiler.refusals import PROVEN
 from kvgraph.contract.backends import OURS, default_backend
 from tests.support.artifacts import TINY_LLAMA
 from tests.support.command_line import run

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvgraph.contract.dtypes import ALL
+from kvgraph.contract.file_names import WEIGHTS_NAME
 from kvgraph.contract.manifest import Manifest
 from kvgraph.contract.mixtures import Mixture
 from kvgraph.contract.safetensors import TensorAt, read_layout
@@ -71,7 +72,7 @@ class Counts:
 
 def count(folder: Path, manifest: Manifest) -> Counts:
     """Counts of an artifact; only the header of its weights file is read."""
-    path = folder / "weights.safetensors"
+    path = folder / WEIGHTS_NAME
     vocab = manifest.model.vocab_size
     tensors = read_layout(path)
     with_vocab = [name for name, at in tensors.items() if _has_vocab(name, at, vocab)]

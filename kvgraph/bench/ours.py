@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from kvgraph.contract.dims import ceildiv
+from kvgraph.contract.file_names import WEIGHTS_NAME
 from kvgraph.contract.params import KVCacheParams, KVCacheStrategy
 from kvgraph.contract.plain import JsonObject
 from kvgraph.plural import plural
@@ -41,9 +42,7 @@ def load(job: JsonObject) -> tuple[Any, JsonObject]:
         "pool_dtype": pool_dtype(artifact),
         "pool_bytes": None if pages is None else pages * params.bytes_per_page,
         "model_bytes": sum(
-            entry.size
-            for name, entry in manifest.files.items()
-            if name.endswith("weights.safetensors")
+            entry.size for name, entry in manifest.files.items() if name.endswith(WEIGHTS_NAME)
         ),
     }
     return generate, about

@@ -12,6 +12,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from kvgraph.contract.file_names import BUILD_LOG_NAME, KERNELS_NAME
 from kvgraph.contract.files import open_regular, reading
 from kvgraph.contract.manifest import ExecutedKernel, Manifest, PassEntry, QualityInfo
 from kvgraph.contract.mixtures import Mixture
@@ -33,7 +34,7 @@ def show(folder: Path, manifest: Manifest, to: Console) -> None:
     to.print(ops(manifest))
     for line in passes(manifest):
         to.print(line, soft_wrap=True)
-    if paths := [name for name in manifest.files if name.endswith("/kernels.json")]:
+    if paths := [name for name in manifest.files if name.endswith(f"/{KERNELS_NAME}")]:
         to.print(kernels(folder, paths, manifest.executed))
     to.print(files(manifest))
 
@@ -254,8 +255,6 @@ class _BuildLog:
 
 def _compile_seconds(folder: Path) -> dict[str, float]:
     """Seconds to compile, by file, from the build log; empty without one (it is not hashed)."""
-    from kvgraph.compiler.targets import BUILD_LOG_NAME
-
     try:
         return from_plain(_BuildLog, _read_json(folder / BUILD_LOG_NAME)).compile_seconds
     except (OSError, ValueError, RecursionError):

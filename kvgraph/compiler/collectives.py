@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 from kvgraph.compiler.passes.operands import value
+from kvgraph.compiler.passes.parameters import inputs_of
 from kvgraph.compiler.traced import Traced
 from kvgraph.contract.collectives import Collective
 from kvgraph.ops import torch_ops
@@ -15,7 +16,7 @@ OPS = {torch_ops.all_reduce.default: "all_reduce", torch_ops.all_gather.default:
 def collectives_of(traced: Traced) -> list[Collective]:
     """Collectives of the program as it was traced, equal ones counted together, in the order of
     their first calls."""
-    tokens = next(n for n in traced.graph.nodes if n.name == _tokens(traced))
+    tokens = next(iter(inputs_of(traced.program, traced.signature)))
     found: Counter[tuple[str, str, int]] = Counter()
     for node in traced.graph.nodes:
         if node.target in OPS:
@@ -26,8 +27,3 @@ def collectives_of(traced: Traced) -> list[Collective]:
         Collective(op=op, count=count, rows=rows, bytes=nbytes)
         for (op, rows, nbytes), count in found.items()
     ]
-
-
-def _tokens(traced: Traced) -> str:
-    """The name of the program's first input, which is the step's token ids."""
-    return str(traced.program.graph_signature.user_inputs[0])

@@ -9,10 +9,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvgraph.compiler.targets import BUILD_LOG_NAME, WEIGHTS_NAME, Lowered
+from kvgraph.compiler.targets import Lowered
 from kvgraph.contract.backends import Backend
 from kvgraph.contract.collectives import Collective
 from kvgraph.contract.devices import Target
+from kvgraph.contract.file_names import BUILD_LOG_NAME, WEIGHTS_NAME
 from kvgraph.contract.hashes import FileEntry, hash_files
 from kvgraph.contract.manifest import (
     SCHEMA_VERSION,
@@ -24,7 +25,7 @@ from kvgraph.contract.manifest import (
 )
 from kvgraph.contract.plain import to_json
 from kvgraph.contract.versions import version_of
-from kvgraph.ops.header import ABI_VERSION
+from kvgraph.ops.specs import ABI_VERSION
 
 if TYPE_CHECKING:
     from kvgraph.compiler.traced import Traced

@@ -26,10 +26,14 @@ from torch.export import ExportedProgram
 from torch.fx import Node
 from torch.overrides import TorchFunctionMode
 
+from kvgraph.compiler.interpret import ProgramRun
 from kvgraph.compiler.model import Model
+from kvgraph.compiler.passes.parameters import inputs_of
 from kvgraph.compiler.passes.writes import base_of, written_by
 from kvgraph.compiler.quiet import quiet_loggers, quiet_warnings
+from kvgraph.compiler.streamed import streamed_of
 from kvgraph.compiler.trace_errors import call_refused, refusal
+from kvgraph.compiler.weights import Weights
 from kvgraph.contract.dims import NUM_PAGE_SLOTS, NUM_SLOTS
 from kvgraph.contract.signature import GraphSignature
 from kvgraph.errors import KernelError, KVGraphError, UnsupportedError
@@ -193,10 +197,6 @@ def _at_ones(program: ExportedProgram, model: Model, signature: GraphSignature) 
 
     None: one of them fails on one token, or the module has no values to compare with.
     """
-    from kvgraph.compiler.check.interpret import ProgramRun
-    from kvgraph.compiler.check.streamed import streamed_of
-    from kvgraph.compiler.weights import Weights
-
     streamed = streamed_of(model)
     if streamed is None and any(
         isinstance(value, FakeTensor) for value in model.module.state_dict().values()
@@ -283,9 +283,8 @@ def _require_logits(program: ExportedProgram, signature: GraphSignature) -> None
     value = results[0].meta["val"]
     logits = signature.outputs[0]
     dtype, shape = str(value.dtype).removeprefix("torch."), list(value.shape)
-    at = [symbol.name for symbol in signature.inputs].index("logits_indices")
-    name = program.graph_signature.user_inputs[at]
-    rows = next(n.meta["val"].shape[0] for n in program.graph.nodes if n.name == name)
+    inputs = inputs_of(program, signature)
+    rows = next(n.meta["val"].shape[0] for n, s in inputs.items() if s.name == "logits_indices")
     is_matrix = dtype == logits.dtype and len(shape) == 2 and shape[1] == logits.shape[1]
     if not is_matrix or str(shape[0]) != str(rows):
         raise UnsupportedError(
@@ -309,9 +308,9 @@ def require_state_unchanged(
         **held.inputs_to_parameters,
         **held.inputs_to_lifted_tensor_constants,
     }
-    for name, symbol in zip(held.user_inputs, signature.inputs, strict=True):
+    for node, symbol in inputs_of(program, signature).items():
         if symbol.kind != "buffer" or not is_padded:
-            own[str(name)] = symbol.name
+            own[node.name] = symbol.name
     _require_unwritten(program, own)
 
 

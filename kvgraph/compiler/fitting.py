@@ -92,7 +92,7 @@ def fit(of: RankedModel, wanted: PlanRequest) -> Fit:
     if rest <= 0:
         raise ParamsError(
             f"memory: expected more than {weights} bytes of weights and {reserve.nbytes} of "
-            f"{reserve.said}, got {wanted.memory}"
+            f"{reserve.text}, got {wanted.memory}"
         )
     available = rest if wanted.on_cpu else int(rest * DEVICE_CACHE_SHARE)
     dtype, quantization = pool_types(wanted.dtype, wanted.cache_dtype)

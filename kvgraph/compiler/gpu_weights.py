@@ -64,7 +64,7 @@ def shapes(
     return found
 
 
-def stored(rows: torch.Tensor, bits: int) -> Part:
+def rounded(rows: torch.Tensor, bits: int) -> Part:
     """Round `rows [N, K]` to `bits` (8 or 4); return weight and scales. 0: the rows as they are."""
     if not bits:
         return {"weight": rows}
@@ -159,7 +159,7 @@ def stored_in_parts(
 def _part(rows: Array | StoredRows, form: Form) -> Part:
     if isinstance(rows, StoredRows):
         return kept(rows, form)
-    return stored(torch.from_numpy(rows), form.bits)
+    return rounded(torch.from_numpy(rows), form.bits)
 
 
 def _bias(section: Section) -> torch.Tensor:

@@ -27,7 +27,7 @@ class Model:
     module: torch.nn.Module
     architecture: str
     layers: tuple[LayerNeed, ...]
-    """The cache need of each layer; empty if the caller gives the cache's parameters."""
+    """The cache need of each layer; empty for a user's own module, which comes with params."""
     vocab_size: int
     max_seq_len: int
     dtype: str
@@ -40,6 +40,8 @@ class Model:
     """Sources of the values of fake parameters; None: the module has its values."""
     stored_dtype: str = ""
     """dtype of the checkpoint's weights, if the module has them in another one; else empty."""
+    is_own: bool = False
+    """Whether the module is a user's own, not one of transformers behind a Decoder."""
     is_quantized: bool = False
     """Whether the checkpoint's weights are quantised."""
     loaded: str = ""

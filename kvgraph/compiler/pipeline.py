@@ -169,13 +169,13 @@ def plan_for(
     require_heads(model.architecture, model.layers, request.ranks)
     if params is not None:
         plan = CachePlan.of(of_one_replica(params, target.kind))
-        if model.layers and len(plan.layers) != len(model.layers):
+        if not model.is_own and len(plan.layers) != len(model.layers):
             raise UnsupportedError(
                 f"params: num_layers: expected {len(model.layers)} from {model.architecture!r}, "
                 f"got {len(plan.layers)}"
             )
         return plan
-    if not model.layers:
+    if model.is_own:
         raise UnsupportedError("params: expected KVCacheParams to compile an nn.Module, got None")
     dtype, quantization = pool_types(model.dtype, request.cache_dtype)
     return plan_cache(

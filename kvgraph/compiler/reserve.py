@@ -36,7 +36,7 @@ class Reserve:
     """Bytes of scratch of experts, whatever the step's size; 0 without experts."""
 
     @property
-    def said(self) -> str:
+    def text(self) -> str:
         """Text for the step's size, and for the part of the memory that every step needs."""
         held = size_text(self.experts_bytes)
         fixed = f" ({held} of it for experts, of any step)" if self.experts_bytes else ""

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from kvgraph.compiler.passes import PassReport, report_of
 from kvgraph.contract.dims import BATCH_SIZE, NUM_LOGITS, TOTAL_SEQ_LEN
 from kvgraph.kv.memory import DEFAULT_BATCH_SIZE, DEFAULT_BATCH_TOKENS
 
@@ -19,7 +20,6 @@ if TYPE_CHECKING:
     from torch.export import ExportedProgram
     from torch.fx import Node
 
-    from kvgraph.compiler.passes import PassReport
     from kvgraph.contract.signature import GraphSignature
 
 STEP = {
@@ -45,7 +45,7 @@ def notes_of(
     notes = []
     if gathered := [each for each in found if _is_gathered(each.node)]:
         stored = {each.node.all_input_nodes[0] for each in gathered}
-        own = next((report.name for report in passes if report.name in PASSES), None)
+        own = report_of(passes, *PASSES).name
         why = f"as pass {own} says" if own else "since the backend has no kernel for them"
         copied = sum(each.nbytes for each in gathered) // STEP[TOTAL_SEQ_LEN]
         kept = sum(map(_nbytes, stored))
@@ -100,10 +100,10 @@ def sizes(program: ExportedProgram, signature: GraphSignature) -> Iterator[Size]
     """Sizes of the values whose shapes follow from STEP."""
     import torch
 
-    own = set(program.graph_signature.user_inputs)
-    inputs = [node for node in program.graph.nodes if node.name in own]
+    from kvgraph.compiler.passes.parameters import inputs_of
+
     known, names = {}, {}
-    for node, symbol in zip(inputs, signature.inputs, strict=True):
+    for node, symbol in inputs_of(program, signature).items():
         for extent, dim in zip(node.meta["val"].shape, symbol.shape, strict=True):
             if isinstance(extent, torch.SymInt) and dim in STEP:
                 known[extent.node.expr] = STEP[str(dim)]

@@ -16,10 +16,10 @@ from kvgraph.compiler.export import (
     require_state_unchanged,
     stack_traces,
 )
-from kvgraph.compiler.frontends.decoder import Decoder
 from kvgraph.compiler.functional import without_writes
 from kvgraph.compiler.identity import program_digest
 from kvgraph.compiler.model import Model
+from kvgraph.compiler.passes import report_of
 from kvgraph.compiler.passes.fuse_update_and_attend import attended_layers
 from kvgraph.compiler.passes.lists import TRACE, run_passes
 from kvgraph.compiler.traced import Traced
@@ -64,9 +64,7 @@ def trace(
         try:
             run_passes(traced, TRACE)
         except UnsupportedError as error:
-            complex_ones = [each for each in traced.passes if each.name == "pair_complex"]
-            left = [why for report in complex_ones for why in report.unmatched]
-            if left:
+            if left := report_of(traced.passes, "pair_complex").unmatched:
                 raise UnsupportedError(f"{error}; of complex numbers: {left[0]}") from error
             raise
         is_padded = plan.strategy is KVCacheStrategy.PADDED
@@ -74,7 +72,7 @@ def trace(
             layers = attended_layers(traced.program, signature, plan)
             traced.plan = replace(plan, layers=layers)
         require_state_unchanged(traced.program, signature, is_padded=is_padded)
-        if not isinstance(model.module, Decoder):
+        if model.is_own:
             require_one_token(model, traced.program, signature)
         return traced
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from kvgraph.contract.file_names import ENGINE_NAME, ONNX_NAME, PROGRAM_NAME, WEIGHTS_NAME
 from kvgraph.errors import KVGraphError, UnsupportedError
 from kvgraph.signal_handlers import reraise_if_signalled
 
@@ -130,7 +131,7 @@ OURS = (
                 require="kvgraph.compiler.targets.cuda:require_kernels",
             ),
         },
-        files=("model.onnx", "weights.safetensors"),
+        files=(ONNX_NAME, WEIGHTS_NAME),
         packages=("onnxruntime", "onnxruntime-gpu"),
         functional=True,
     ),
@@ -165,7 +166,7 @@ OURS = (
                 rewrite="kvgraph.compiler.targets.cuda:rewrite",
             ),
         },
-        files=("model.pt2", "weights.safetensors"),
+        files=(PROGRAM_NAME, WEIGHTS_NAME),
         packages=("torch",),
     ),
     Backend(
@@ -185,7 +186,7 @@ OURS = (
                 require="kvgraph.compiler.targets.tensorrt.lower:require_kernels",
             ),
         },
-        files=("model.engine", "model.onnx", "weights.safetensors"),
+        files=(ENGINE_NAME, ONNX_NAME, WEIGHTS_NAME),
         packages=("tensorrt-rtx", "tensorrt"),
         functional=True,
         portable=True,
@@ -207,7 +208,7 @@ OURS = (
                 require="kvgraph.compiler.targets.cuda:require_kernels",
             ),
         },
-        files=("model.pt2", "weights.safetensors"),
+        files=(PROGRAM_NAME, WEIGHTS_NAME),
         packages=("tensorrt", "torch-tensorrt"),
     ),
 )

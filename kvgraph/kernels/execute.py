@@ -22,6 +22,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 from kvgraph import ptx
+from kvgraph.contract.file_names import KERNELS_NAME
 from kvgraph.contract.files import reading
 from kvgraph.contract.manifest import ExecutedKernel, Manifest, read_measured, write_manifest
 from kvgraph.contract.plain import JsonObject
@@ -91,7 +92,7 @@ def read_kernels(folder: Path) -> list[StoredKernel]:
     """Read all kernels under `folder/kernels`; ArtifactError for none, or one without PTX."""
     found = [
         _packed(path.parent, entry)
-        for path in sorted((folder / "kernels").glob("*/kernels.json"))
+        for path in sorted((folder / "kernels").glob(f"*/{KERNELS_NAME}"))
         for entry in _entries(path)
     ]
     if not found:
@@ -263,7 +264,7 @@ def run_task(task: tuple[Path, str, str]) -> list[Ran]:
 
 @lru_cache
 def _read_arch(folder: Path) -> tuple[StoredKernel, ...]:
-    return tuple(_packed(folder, entry) for entry in _entries(folder / "kernels.json"))
+    return tuple(_packed(folder, entry) for entry in _entries(folder / KERNELS_NAME))
 
 
 def _trials(kernel: StoredKernel, which: str, known: Mapping[str, StoredKernel]) -> Iterator[Trial]:

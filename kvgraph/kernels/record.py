@@ -1,14 +1,17 @@
-"""The attribute `kernels` of a graph's node: one flat record (`plugins/include/kvgraph/launch.h`).
+"""The attributes `kernels` and `images` of a graph's node, which are fields of TensorRT's plugins.
 
-It has the constants that an attention's kernels were compiled for, and for each architecture the
-tiling, and the launch data and hash of each kernel.
+`kernels` is one flat record (`plugins/include/kvgraph/launch.h`). It has the constants that an
+attention's kernels were compiled for, and for each architecture the tiling, and the launch data and
+hash of each kernel. `images` holds cubins by SHA-256. A graph has equal cubins once, in the first
+node that needs them.
 """
 
 from __future__ import annotations
 
 import ctypes
 import hashlib
-from collections.abc import Mapping, Sequence
+import struct
+from collections.abc import Iterable, Mapping, Sequence
 
 from kvgraph.errors import KernelError
 from kvgraph.kernels import launch
@@ -16,12 +19,14 @@ from kvgraph.kernels.aot import Compiled
 from kvgraph.kernels.shapes import AttentionShape
 from kvgraph.kernels.variants import ALIGNMENT, Parameter
 from kvgraph.ops import UPDATE_AND_ATTEND, launch_native
-from kvgraph.ops.header import ABI_VERSION
 from kvgraph.ops.launch_names import ROLES, SCRATCH, VALUES
 from kvgraph.ops.launch_native import ArchRecord, KernelParameter, KernelRecord, KernelsHeader
+from kvgraph.ops.specs import ABI_VERSION
 
 KERNEL_ROLES = {"store_kv": "store", "merge_parts": "merge"}
 """Role in a plan, by kernel; the variants of paged_attention have their own roles."""
+
+IMAGE_HEADER = struct.Struct("<32sQ")
 
 OPERANDS = tuple(o.name for o in UPDATE_AND_ATTEND.inputs + UPDATE_AND_ATTEND.outputs)
 
@@ -47,6 +52,25 @@ def image_digests(record: bytes) -> list[str]:
     """SHA-256 of every image in a record, each once, in the record's order."""
     kernels = (kernel for arch in archs_of(record) for kernel in arch.kernels if kernel.function)
     return list(dict.fromkeys(bytes(kernel.sha256).hex() for kernel in kernels))
+
+
+def new_images(record: bytes, carried: set[str]) -> list[str]:
+    """SHA-256 of every image in a record that is not in `carried`, to which they are added."""
+    new = [digest for digest in image_digests(record) if digest not in carried]
+    carried.update(new)
+    return new
+
+
+def images_of(kernels: Iterable[Compiled]) -> dict[str, bytes]:
+    """The cubins of `kernels` by SHA-256."""
+    return {hashlib.sha256(kernel.cubin).hexdigest(): kernel.cubin for kernel in kernels}
+
+
+def pack_images(images: Iterable[bytes]) -> bytes:
+    """Make the attribute `images`: SHA-256, size (u64, little-endian) and bytes of each image."""
+    return b"".join(
+        IMAGE_HEADER.pack(hashlib.sha256(image).digest(), len(image)) + image for image in images
+    )
 
 
 def archs_of(record: bytes) -> list[ArchRecord]:

@@ -88,14 +88,14 @@ class Launcher:
     def device_count(self) -> int:
         """Number of devices; 0 if there is a driver but no device."""
         count = ctypes.c_int32()
-        self._call("device_count", ctypes.byref(count))
+        self.call("device_count", ctypes.byref(count))
         return count.value
 
     def device(self, ordinal: int = 0) -> DeviceProperties:
         frame = ctypes.create_string_buffer(
             DEVICE.pack(LAUNCH_ABI_VERSION, DEVICE.size, ordinal, 0, 0, 0, 0), DEVICE.size
         )
-        self._call("describe", frame)
+        self.call("describe", frame)
         major, minor, multiprocessors, shared = DEVICE.unpack(frame.raw)[3:]
         return DeviceProperties((major, minor), multiprocessors, shared)
 
@@ -105,7 +105,7 @@ class Launcher:
 
     def check_arch(self, arch: str, ordinal: int = 0) -> None:
         """Raise DeviceError if code for `arch` ("sm_90", or "sm_90a" for 9.0 only) cannot run."""
-        self._call("check_arch", arch.encode(), ctypes.c_int32(ordinal))
+        self.call("check_arch", arch.encode(), ctypes.c_int32(ordinal))
 
     def load(
         self,
@@ -135,7 +135,7 @@ class Launcher:
             1000 * min_driver[0] + 10 * min_driver[1],
         )
         handle = ctypes.c_uint64()
-        self._call("load", frame, ctypes.byref(handle))
+        self.call("load", frame, ctypes.byref(handle))
         return Module(handle.value, arch)
 
     def kernel(
@@ -161,7 +161,7 @@ class Launcher:
         for number, alignment, _ in kinds:
             values += [number, alignment, 0]
         kernel = Kernel(name, tuple(parameters), values, packing, memory, name_bytes)
-        self._call(
+        self.call(
             "prepare", ctypes.c_uint64(module.handle), name.encode(), ctypes.c_uint32(shared_bytes)
         )
         return kernel
@@ -199,7 +199,8 @@ class Launcher:
         if status:
             raise _refusal(status, memory.raw[size:])
 
-    def _call(self, name: str, *arguments: object) -> None:
+    def call(self, name: str, *arguments: object) -> None:
+        """Call the library's `kvg_cuda_<name>`, which takes memory for a message last."""
         message = ctypes.create_string_buffer(MESSAGE_BYTES)
         entry = getattr(self.dll, f"kvg_cuda_{name}")
         status = entry(*arguments, message, ctypes.c_size_t(MESSAGE_BYTES))

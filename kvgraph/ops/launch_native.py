@@ -11,7 +11,7 @@ from ctypes import c_char, c_double, c_int32, c_int64, c_uint8, c_uint16, c_uint
 from kvgraph.errors import KernelError
 from kvgraph.ops.cuda_native import LAUNCH_ABI_VERSION, launcher
 from kvgraph.ops.launch_names import ROLES, SCRATCH, VALUES
-from kvgraph.ops.native import INSTALL, MESSAGE, MESSAGE_BYTES
+from kvgraph.ops.native import INSTALL
 
 KERNELS_VERSION = 3
 """Version of the record in the attribute `kernels` of a graph's node."""
@@ -140,7 +140,7 @@ def bound_scratch(plan: StepPlan) -> None:
 
 def _fill(plan: StepPlan, entry: str) -> None:
     plan.abi_version, plan.struct_size = LAUNCH_ABI_VERSION, ctypes.sizeof(StepPlan)
-    _call(entry, ctypes.byref(plan))
+    launcher().call(entry, ctypes.byref(plan))
 
 
 def check_kernels(record: bytes, op: str, *, stores: bool) -> None:
@@ -154,11 +154,6 @@ def check_kernels(record: bytes, op: str, *, stores: bool) -> None:
             f"kernels: expected a library that reads version {KERNELS_VERSION} of this kvgraph "
             f"package, got one for version {found}; install both from one build: {INSTALL}"
         )
-    _call("check_kernels", record, ctypes.c_size_t(len(record)), op.encode(), c_int32(stores))
-
-
-def _call(name: str, *arguments: object) -> None:
-    message = MESSAGE()
-    entry = getattr(launcher().dll, f"kvg_cuda_{name}")
-    if entry(*arguments, message, ctypes.c_size_t(MESSAGE_BYTES)):
-        raise KernelError(message.value.decode(errors="replace"))
+    launcher().call(
+        "check_kernels", record, ctypes.c_size_t(len(record)), op.encode(), c_int32(stores)
+    )

@@ -25,9 +25,8 @@ from kvgraph.contract.dims import Array
 from kvgraph.contract.dtypes import DTYPES
 from kvgraph.contract.loading import next_step
 from kvgraph.errors import KernelError
-from kvgraph.ops.header import ABI_VERSION, DTYPE_CODES
 from kvgraph.ops.spec import Operand, OpSpec
-from kvgraph.ops.specs import ALL_SPECS
+from kvgraph.ops.specs import ABI_VERSION, ALL_SPECS, DTYPE_CODES
 
 Draw = tuple[float, float, float, int, float, int]
 """Temperature, top-p, a random number in [0, 1), top-k, min-p, and the address of an Edits or 0."""

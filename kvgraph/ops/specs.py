@@ -1,7 +1,8 @@
-"""Tables of the declarations of all ops, which every form of the ops reads."""
+"""Tables of the declarations of all ops, which every form of the ops reads, and their version."""
 
 from __future__ import annotations
 
+from kvgraph.contract.dtypes import ALL
 from kvgraph.ops._collectives import ALL_GATHER, ALL_REDUCE
 from kvgraph.ops._experts import EXPERTS
 from kvgraph.ops._fused_experts import FUSED_EXPERTS
@@ -14,6 +15,12 @@ from kvgraph.ops._silu_mul import SILU_MUL
 from kvgraph.ops._store_kv import STORE_KV
 from kvgraph.ops._update_and_attend import UPDATE_AND_ATTEND
 from kvgraph.ops.spec import OpSpec
+
+ABI_VERSION = 4
+"""ABI version of the ops' C entry points; raised when kvg_call or the operands of an op change."""
+
+DTYPE_CODES = {dtype.name: dtype.code for dtype in ALL if dtype.code}
+"""Name of a dtype -> its number in the C ABI."""
 
 SPECS: tuple[OpSpec, ...] = (STORE_KV, PAGED_ATTENTION, UPDATE_AND_ATTEND)
 """The cache ops, in the order of their C entry points."""

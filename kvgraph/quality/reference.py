@@ -31,8 +31,8 @@ def score_reference(source: Path, windows: Windows, max_seq_len: int | None = No
     import torch
 
     from kvgraph.compiler.check.reference import eager
-    from kvgraph.compiler.check.streamed import with_values
     from kvgraph.compiler.frontends import huggingface
+    from kvgraph.compiler.streamed import with_values
 
     loaded = huggingface.load(source, "float32", max_seq_len=max_seq_len, weightless=True)
     model = cast("PreTrainedModel", loaded.module.model)

@@ -22,13 +22,13 @@ from kvgraph.compiler.pipeline import require_tools
 from kvgraph.compiler.targets.tensorrt import engine as trt_engine
 from kvgraph.compiler.targets.tensorrt.engine import (
     BY_TORCH,
-    ENGINE_NAME,
     ENTERPRISE,
     INSTALL,
     NOT_BUILT,
     RTX,
 )
 from kvgraph.contract.devices import PORTABLE, Target
+from kvgraph.contract.file_names import ENGINE_NAME, PLUGINS_NAME
 from kvgraph.contract.files import as_path, reading
 from kvgraph.contract.hashes import verify_files
 from kvgraph.contract.manifest import (
@@ -129,7 +129,7 @@ def _torch_engine(
     request = TorchRequest(
         artifact=str(folder),
         kernels=str(made / "kernels"),
-        engine=str(made / trt_engine.ENGINE_NAME),
+        engine=str(made / ENGINE_NAME),
         profile=manifest.signature.to_tensorrt_profile(*sizes),
     )
     builder = "kvgraph.rebuild.torch_engine"
@@ -182,21 +182,20 @@ def _copy(folder: Path, made: Path, manifest: Manifest) -> None:
 def _provide_kernels(folder: Path, archs: Sequence[str], dtype: str, progress: Progress) -> None:
     """Keep the artifact's kernels if they are for `archs`; else compile kernels with Triton."""
     from kvgraph.compiler.targets.tensorrt import lower
-    from kvgraph.compiler.targets.tensorrt.build import KERNELS_NAME
 
     kernels = folder / "kernels"
     wanted = lower.kernel_archs(archs, dtype) if archs == (PORTABLE,) else tuple(archs)
     try:
-        with reading(kernels / KERNELS_NAME, ArtifactError):
+        with reading(kernels / PLUGINS_NAME, ArtifactError):
             present = {path.name for path in kernels.iterdir() if path.is_dir()}
-            described = json.loads((kernels / KERNELS_NAME).read_text())
+            described = json.loads((kernels / PLUGINS_NAME).read_text())
         shapes = [lower.shape_of(fields) for fields in described["shapes"]]
         nodes = {name: shapes[index] for name, index in described["nodes"].items()}
     except ArtifactError:
         raise
     except (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
         raise ArtifactError(
-            f"kernels/{KERNELS_NAME}: expected what compile writes of its kernels, got a damaged "
+            f"kernels/{PLUGINS_NAME}: expected what compile writes of its kernels, got a damaged "
             f"file ({error})"
         ) from error
     if set(wanted) <= present:

@@ -15,8 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvgraph.compiler.targets.tensorrt.build import KERNELS_NAME, Shapes, answer
+from kvgraph.compiler.targets.tensorrt.build import Shapes, answer
 from kvgraph.compiler.targets.tensorrt.engine import BY_TORCH
+from kvgraph.contract.file_names import PLUGINS_NAME, PROGRAM_NAME
 from kvgraph.contract.files import reading
 from kvgraph.errors import ArtifactError, UnsupportedError
 from kvgraph.kernels.record import image_digests
@@ -68,7 +69,7 @@ def build(request: TorchRequest) -> TorchResult:
     artifact = ArtifactFolder(folder, read_manifest(folder))
     torch_tensorrt = adapter.imported(BY_TORCH)
     converter = adapter.register(kernels=kernels_of(Path(request.kernels)))
-    with opening(folder / "model.pt2", f"torch {torch.__version__}"):
+    with opening(folder / PROGRAM_NAME, f"torch {torch.__version__}"):
         program = read_program(artifact, torch.device("cpu"))
     write_in_place(program.graph)
     program.graph_module.recompile()
@@ -114,7 +115,7 @@ def kernels_of(folder: Path) -> Kernels:
     """
     from kvgraph.compiler.targets.tensorrt.lower import shape_of
 
-    path = folder / KERNELS_NAME
+    path = folder / PLUGINS_NAME
     try:
         with reading(path, ArtifactError):
             described = json.loads(path.read_text())

@@ -11,12 +11,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from kvgraph.contract.backends import OURS, find_backend
+from kvgraph.contract.file_names import ONNX_NAME, WEIGHTS_NAME
 from kvgraph.contract.files import as_path
 from kvgraph.contract.manifest import MANIFEST_NAME, Binding, read_manifest
 from kvgraph.contract.params import KVCacheParams, KVCacheStrategy
 from kvgraph.contract.signature import GraphSignature
 from kvgraph.errors import ArtifactError, RequestError, UnsupportedError
-from kvgraph.ops.header import ABI_VERSION
+from kvgraph.ops.specs import ABI_VERSION
 from kvgraph.runtime.external import require_places
 from kvgraph.runtime.folder import ArtifactFolder, state_of
 from kvgraph.runtime.intact import require_intact
@@ -243,7 +244,7 @@ def verify(folder: str | Path) -> Artifact:
     artifact = Artifact(folder, read_manifest(folder))
     artifact.require_consistent()
     require_intact(folder, artifact.manifest, again=True)
-    if {"model.onnx", "weights.safetensors"} <= set(artifact.manifest.files):
+    if {ONNX_NAME, WEIGHTS_NAME} <= set(artifact.manifest.files):
         for rank in range(artifact.ranks):
             require_places(replace(artifact, rank=rank))
     return artifact

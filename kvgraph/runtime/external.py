@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
+from kvgraph.contract.file_names import ONNX_NAME, WEIGHTS_NAME
 from kvgraph.contract.files import open_regular
 from kvgraph.contract.safetensors import read_layout
 from kvgraph.errors import ArtifactError
@@ -29,7 +30,7 @@ def require_places(artifact: ArtifactFolder) -> None:
 
     A model that is no protobuf passes: ONNX Runtime refuses it.
     """
-    model, weights = artifact.file("model.onnx"), artifact.file("weights.safetensors")
+    model, weights = artifact.file(ONNX_NAME), artifact.file(WEIGHTS_NAME)
     layout = read_layout(weights)
     for name, (start, size) in _places(model, weights.name).items():
         found = layout.get(name)

@@ -17,9 +17,9 @@ import kvgraph
 from kvgraph import ops
 from kvgraph.compiler import packed_weights
 from kvgraph.compiler.check import compare, run
-from kvgraph.compiler.check.streamed import Streamed
 from kvgraph.compiler.checkpoint import Checkpoint
 from kvgraph.compiler.frontends import masks
+from kvgraph.compiler.streamed import Streamed
 from kvgraph.contract.manifest import read_manifest
 from tests.support.artifacts import CHECKED
 from tests.support.models import make_model
@@ -130,7 +130,7 @@ def test_kernel_that_is_wrong(
     ("error", "said"), [(0.0321, "0.032"), (0.001049, "0.00105"), (np.inf, "inf")]
 )
 def test_an_error_is_said_to_exceed_its_limit(error: float, said: str) -> None:
-    assert compare.Difference(error, compare.EXACT).said == said
+    assert compare.Difference(error, compare.EXACT).text == said
 
 
 def test_logits_that_are_not_finite(

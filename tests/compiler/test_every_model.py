@@ -8,7 +8,7 @@ import pytest
 import transformers
 
 import kvgraph
-from kvgraph.compiler.frontends.refusals import Reason, unsupported
+from kvgraph.compiler.refusals import Reason, unsupported
 from tools.models import __main__ as command
 from tools.models import cases, page
 from tools.models.__main__ import judged

@@ -15,10 +15,9 @@ from onnx.reference import ReferenceEvaluator
 import kvgraph
 from kvgraph import UnsupportedError
 from kvgraph.compiler.passes.cast_norms import cast_norms
-from kvgraph.compiler.targets.trt_fields import IMAGE_HEADER
 from kvgraph.contract.dtypes import DTYPES
 from kvgraph.contract.signature import output_name
-from kvgraph.kernels.record import archs_of, image_digests
+from kvgraph.kernels.record import IMAGE_HEADER, archs_of, image_digests
 from kvgraph.ops.launch_native import KernelsHeader
 from kvgraph.ops.native import library_path
 from kvgraph.ops.onnx_ops import reference_ops, register_schemas

@@ -17,7 +17,7 @@ from torch.fx import Node
 
 import kvgraph
 from kvgraph import ParamsError, UnsupportedError
-from kvgraph.compiler.gpu_weights import stored
+from kvgraph.compiler import gpu_weights
 from kvgraph.compiler.passes import PassReport
 from kvgraph.compiler.passes.drop_no_ops import drop_no_ops
 from kvgraph.compiler.passes.fuse_experts import FUSED, fuse_experts
@@ -129,7 +129,7 @@ def test_norms_take_sums_of_what_became_one_of_several_results(tmp_path: Path) -
 def test_int8_is_the_nearest_under_a_columns_largest() -> None:
     weight = torch.randn(7, 40)
     weight[3] = 0
-    part = stored(weight, 8)
+    part = gpu_weights.rounded(weight, 8)
     assert part["scales"].shape == (1, 7)
     assert part["weight"].abs().amax(1).tolist() == [127, 127, 127, 0, 127, 127, 127]
     assert ((rounded(weight, 8) - weight).abs() <= part["scales"].T / 2 + 1e-6).all()
@@ -139,7 +139,7 @@ def test_nibbles_hold_groups_and_their_extremes() -> None:
     torch.manual_seed(0)
     weight = torch.randn(5, 300)
     weight[2, :GROUP] = 0
-    part = stored(weight, 4)
+    part = gpu_weights.rounded(weight, 4)
     assert part["weight"].shape == (5, 3 * GROUP // 2)
     assert part["scales"].shape == (3, 5)
     whole = numbers_of(part["weight"].numpy(), 3 * GROUP, 4)

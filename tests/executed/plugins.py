@@ -16,10 +16,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from kvgraph.compiler.targets.trt_fields import pack_images
 from kvgraph.contract.params import KVCacheParams
 from kvgraph.kernels.aot import Compiled, Resources, all_attention_variants
-from kvgraph.kernels.record import pack_kernels
+from kvgraph.kernels.record import pack_images, pack_kernels
 from kvgraph.kernels.shapes import AttentionShape
 from kvgraph.kernels.variants import Parameter
 from kvgraph.ops import UPDATE_AND_ATTEND

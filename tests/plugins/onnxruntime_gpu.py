@@ -11,9 +11,8 @@ from typing import Any
 
 import torch
 
-from kvgraph.compiler.targets.trt_fields import pack_images
 from kvgraph.kernels import aot
-from kvgraph.kernels.record import pack_kernels
+from kvgraph.kernels.record import pack_images, pack_kernels
 from tests.plugins.gpu_matrix import main
 from tests.plugins.onnxruntime_host import Kernel, dll, said
 from tests.support import conformance

@@ -5,10 +5,9 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping, Sequence
 
-from kvgraph.compiler.targets.trt_fields import pack_images
 from kvgraph.kernels import variants
 from kvgraph.kernels.aot import Compiled, Resources
-from kvgraph.kernels.record import pack_kernels
+from kvgraph.kernels.record import pack_images, pack_kernels
 from kvgraph.kernels.shapes import AttentionShape, PoolShape, Rope
 from tests.support.fake_driver import cubin
 

@@ -10,9 +10,8 @@ from typing import Any
 
 import torch
 
-from kvgraph.compiler.targets.trt_fields import pack_images
 from kvgraph.kernels import aot
-from kvgraph.kernels.record import pack_kernels
+from kvgraph.kernels.record import pack_images, pack_kernels
 from tests.plugins.gpu_matrix import main
 from tests.plugins.tensorrt_host import RUNTIME, Plugin, mask
 from tests.support import conformance

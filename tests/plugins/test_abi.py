@@ -23,7 +23,8 @@ import pytest
 import kvgraph.onnx
 from kvgraph.errors import KernelError
 from kvgraph.ops import LINEAR, PAGED_ATTENTION, cuda_native, native, packed
-from kvgraph.ops.header import ABI_VERSION, ACTIVATIONS, CODES, header
+from kvgraph.ops.header import ACTIVATIONS, CODES, header
+from kvgraph.ops.specs import ABI_VERSION
 from kvgraph.runtime.sessions.onnxruntime import register_ops
 from tests.support.conformance import Case, build, check
 from tests.support.host_threads import host_threads

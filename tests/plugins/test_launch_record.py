@@ -16,7 +16,6 @@ from kvgraph.kernels import launch
 from kvgraph.kernels.launch import Sizes
 from kvgraph.kernels.record import archs_of, image_digests
 from kvgraph.ops import launch_native
-from kvgraph.ops.header import ABI_VERSION
 from kvgraph.ops.launch_names import ROLES
 from kvgraph.ops.launch_native import (
     ArchRecord,
@@ -25,6 +24,7 @@ from kvgraph.ops.launch_native import (
     check_kernels,
     plan_step,
 )
+from kvgraph.ops.specs import ABI_VERSION
 from tests.plugins.tensorrt_fields import record_of, shape_of
 
 HEADER = (Path(__file__).parents[2] / "plugins/include/kvgraph/launch.h").read_text()

@@ -11,9 +11,10 @@ import torch
 
 from kvgraph.compiler.targets import Lowered
 from kvgraph.compiler.targets.cuda import save_program
-from kvgraph.compiler.targets.torch import MODEL_NAME, count_ops
+from kvgraph.compiler.targets.torch import count_ops
 from kvgraph.compiler.trace import Traced
 from kvgraph.contract.backends import Backend, Runner, Support
+from kvgraph.contract.file_names import PROGRAM_NAME, WEIGHTS_NAME
 from kvgraph.ops.torch_arrays import tensor_over
 from kvgraph.runtime.artifact import Artifact
 from kvgraph.runtime.sessions.base import Session
@@ -30,7 +31,7 @@ BACKEND = Backend(
             weightless=True,
         )
     },
-    files=(MODEL_NAME, "weights.safetensors"),
+    files=(PROGRAM_NAME, WEIGHTS_NAME),
     packages=("torch",),
 )
 
@@ -49,7 +50,7 @@ class EagerSession(Session):
 
     def __init__(self, artifact: Artifact) -> None:
         super().__init__(artifact)
-        with opening(artifact.file(MODEL_NAME), f"torch {torch.__version__}"):
+        with opening(artifact.file(PROGRAM_NAME), f"torch {torch.__version__}"):
             program = read_program(artifact, torch.device("cpu"))
         self._step = program.module(check_guards=False)  # sessions check every value
 

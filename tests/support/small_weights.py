@@ -7,13 +7,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from kvgraph.compiler.gpu_weights import stored
+from kvgraph.compiler import gpu_weights
 from kvgraph.ops.matrices import GROUP, numbers_of
 
 
 def rounded(weight: torch.Tensor, bits: int) -> torch.Tensor:
     """What `weight [columns, inputs]` is stored as, in float32."""
-    part = stored(weight.detach().float(), bits)
+    part = gpu_weights.rounded(weight.detach().float(), bits)
     inputs = weight.shape[1]
     whole = torch.from_numpy(numbers_of(part["weight"].numpy(), inputs, bits))
     each = GROUP if bits == 4 else inputs

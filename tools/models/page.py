@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 
-from kvgraph.compiler.frontends.refusals import Reason
+from kvgraph.compiler.refusals import Reason
 from tools.models.judge import LENGTHS, NEW, Verdict
 
 ROOT = Path(__file__).parents[2]

@@ -76,7 +76,7 @@ class Difference(NamedTuple):
         return self.error <= self.tolerance.error
 
     @property
-    def said(self) -> str:
+    def text(self) -> str:
         """The error, with as many digits as distinguish it from the limit."""
         texts = (f"{self.error:.{digits}g}" for digits in range(2, 17))
         return next((x for x in texts if float(x) > self.tolerance.error), str(self.error))

@@ -11,10 +11,9 @@ from functools import partial
 
 from kvgraph.compiler.check.compare import difference, own_tolerance
 from kvgraph.compiler.check.host import logits_of
-from kvgraph.compiler.check.interpret import ProgramRun
 from kvgraph.compiler.check.reference import reference_logits
 from kvgraph.compiler.check.rows import OTHERS, chunk_of, crowd_of, rows_of
-from kvgraph.compiler.frontends.decoder import Decoder
+from kvgraph.compiler.interpret import ProgramRun
 from kvgraph.compiler.traced import Traced
 from kvgraph.contract.params import KVCacheStrategy
 from kvgraph.errors import CheckError
@@ -33,7 +32,7 @@ def require_own(traced: Traced) -> None:
     which only larger batches have is not found.
     """
     model = traced.model
-    if isinstance(model.module, Decoder):
+    if not model.is_own:
         return
     params, rows = traced.plan.params, rows_of(model)
     allowed = own_tolerance(traced.kinds, traced.pool_kinds)
@@ -42,22 +41,22 @@ def require_own(traced: Traced) -> None:
     found = run(model.module, rows=rows, chunk=chunk_of(rows))
     apart = difference(found, expected, allowed)
     if not apart.fits:
-        raise refusal(model.architecture, "in chunks next to another row", "alone", apart.said)
+        raise refusal(model.architecture, "in chunks next to another row", "alone", apart.text)
     last = run(model.module, rows=rows, chunk=chunk_of(rows), last_only=True)
     apart = difference(last, [logits[-1:] for logits in found], allowed)
     if not apart.fits:
-        raise refusal(model.architecture, *WHERE_FEW, apart.said)
+        raise refusal(model.architecture, *WHERE_FEW, apart.text)
     if traced.plan.strategy is not KVCacheStrategy.PADDED:
         crowd, chunks = crowd_of(rows, model.max_seq_len)
         apart = difference(run(model.module, rows=crowd, chunk=chunks)[OTHERS:], found, allowed)
         if not apart.fits:
-            raise refusal(model.architecture, *in_batches(len(rows)), apart.said)
+            raise refusal(model.architecture, *in_batches(len(rows)), apart.text)
     found = run(ProgramRun(traced.program, weights=traced.weights), rows=rows, chunk=chunk_of(rows))
     apart = difference(found, expected, allowed)
     if not apart.fits:
         raise CheckError(
             f"check of {model.architecture!r}: expected the logits of its own forward pass within "
-            f"{allowed.error:g} of their spread, got {apart.said} in its program; {LEFT}"
+            f"{allowed.error:g} of their spread, got {apart.text} in its program; {LEFT}"
         )
 
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from kvgraph.compiler.check.compare import Logits, Tokens
 from kvgraph.compiler.check.host import Params, logits_of
-from kvgraph.compiler.check.interpret import ProgramRun
+from kvgraph.compiler.interpret import ProgramRun
 from kvgraph.compiler.pipeline import trace_ranks
 from kvgraph.compiler.traced import Traced
 from kvgraph.contract.devices import Device

@@ -25,16 +25,16 @@ from kvgraph.compiler.check.compare import (
     tolerance,
 )
 from kvgraph.compiler.check.host import logits_of
-from kvgraph.compiler.check.interpret import ProgramRun
 from kvgraph.compiler.check.locate import wrong_layer
 from kvgraph.compiler.check.own import LEFT, in_batches, refusal
 from kvgraph.compiler.check.ranks import rank_logits
 from kvgraph.compiler.check.reference import WINDOW, cut_windows, reference_logits
 from kvgraph.compiler.check.rows import OTHERS, Row, chunk_of, crowd_of, rows_of
-from kvgraph.compiler.check.streamed import with_values
 from kvgraph.compiler.check.subject import may_route, parameter_bytes, reduced
 from kvgraph.compiler.frontends.decoder import Decoder, probe
+from kvgraph.compiler.interpret import ProgramRun
 from kvgraph.compiler.model import Model
+from kvgraph.compiler.streamed import with_values
 from kvgraph.compiler.trace import trace
 from kvgraph.compiler.traced import Traced
 from kvgraph.compiler.weights import NAMES
@@ -101,12 +101,11 @@ def check(compiled: Compiled, run: RunArtifact) -> str:
     CheckError: logits differ by more than their precision explains; it names the layer.
     """
     model = compiled.traced.model
-    is_decoder = isinstance(model.module, Decoder)
     if compiled.kind == "cpu":
-        if is_decoder and parameter_bytes(model) > MOST_BYTES:
+        if not model.is_own and parameter_bytes(model) > MOST_BYTES:
             return _check_reduced(compiled, run)
         return _check_whole(compiled, run)
-    return _check_reduced(compiled, run) if is_decoder else _check_module(compiled)
+    return _check_module(compiled) if model.is_own else _check_reduced(compiled, run)
 
 
 def _check_whole(compiled: Compiled, run: RunArtifact) -> str:
@@ -115,7 +114,7 @@ def _check_whole(compiled: Compiled, run: RunArtifact) -> str:
     padded, own = traced.plan.strategy is KVCacheStrategy.PADDED, partial(run, compiled.folder)
     if not _has_long_windows(traced):
         found = _require_near(compiled, traced, own, rows)
-        if not isinstance(traced.model.module, Decoder) and not padded:
+        if traced.model.is_own and not padded:
             _require_alone(compiled, own, rows, found)
         return _note("all layers", _not_reached(traced, rows))
     if compiled.support.cut_windows and not padded:
@@ -146,7 +145,7 @@ def _require_alone(
     crowd, chunks = crowd_of(rows, model.max_seq_len)
     apart = difference(run(crowd, chunks)[OTHERS:], found, compiled.tolerance)
     if not apart.fits:
-        raise refusal(model.architecture, *in_batches(len(rows)), apart.said)
+        raise refusal(model.architecture, *in_batches(len(rows)), apart.text)
 
 
 def _check_reduced(compiled: Compiled, run: RunArtifact) -> str:
@@ -268,7 +267,7 @@ def _require_near(
         where = "in a step of one token"
     raise CheckError(
         f"check of {traced.model.architecture!r}: expected the logits of its own forward pass "
-        f"within {allowed.error:g} of their spread, got {apart.said} {where}; {LEFT}"
+        f"within {allowed.error:g} of their spread, got {apart.text} {where}; {LEFT}"
     )
 
 

@@ -32,8 +32,7 @@ def parameter_bytes(model: Model) -> int:
 def may_route(model: Model) -> bool:
     """Whether the model may have a router: a decoder with parameters of three or more dims, as
     weights that are stacked by expert have, or any module of a user's own."""
-    is_decoder = isinstance(model.module, Decoder)
-    return not is_decoder or any(p.dim() > 2 for p in model.module.parameters())
+    return model.is_own or any(p.dim() > 2 for p in model.module.parameters())
 
 
 def reduced(model: Model) -> tuple[Model, list[int]] | None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import onnx
 
-from kvgraph.compiler.targets import ONNX_NAME
+from kvgraph.contract.file_names import ONNX_NAME
 from kvgraph.ops import OPSET_DOMAIN
 
 

@@ -16,7 +16,7 @@ import torch
 
 from kvgraph import ops
 from kvgraph.compiler.cache import CachePlan, LayerNeed
-from kvgraph.compiler.frontends.refusals import Reason
+from kvgraph.compiler.refusals import Reason
 from kvgraph.contract.params import KVCacheStrategy
 from kvgraph.errors import UnsupportedError
 

@@ -27,8 +27,8 @@ from kvgraph.compiler.frontends import masks
 from kvgraph.compiler.frontends.caches import PaddedCache, PagedCache, Probe, make_cache
 from kvgraph.compiler.frontends.masks import AskedMask
 from kvgraph.compiler.frontends.positions import embeddings, numbered
-from kvgraph.compiler.frontends.refusals import Reason, unsupported
 from kvgraph.compiler.quiet import quiet_loggers
+from kvgraph.compiler.refusals import Reason, unsupported
 from kvgraph.errors import UnsupportedError
 from kvgraph.signal_handlers import reraise_if_signalled
 

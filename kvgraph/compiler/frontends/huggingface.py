@@ -40,7 +40,6 @@ from kvgraph.compiler.frontends.language_part import language_model
 from kvgraph.compiler.frontends.left_over import left_over, notes_of
 from kvgraph.compiler.frontends.lengths import most_tokens
 from kvgraph.compiler.frontends.loaded import load_weights
-from kvgraph.compiler.frontends.refusals import Reason, unsupported
 from kvgraph.compiler.frontends.rope import longest as longest_of
 from kvgraph.compiler.frontends.rope import parameters_of, settle
 from kvgraph.compiler.frontends.text_files import NAMES as TEXT_FILES
@@ -61,6 +60,7 @@ from kvgraph.compiler.frontends.weightless import (
 )
 from kvgraph.compiler.model import Model
 from kvgraph.compiler.quiet import first_line, quiet_loggers
+from kvgraph.compiler.refusals import Reason, unsupported
 from kvgraph.contract.generation import GENERATION
 from kvgraph.errors import MissingDependencyError, ModelError, UnsupportedError
 from kvgraph.signal_handlers import reraise_if_signalled

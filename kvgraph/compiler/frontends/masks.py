@@ -21,7 +21,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
 
-from kvgraph.compiler.frontends.refusals import Reason
+from kvgraph.compiler.refusals import Reason
 from kvgraph.errors import UnsupportedError
 from kvgraph.signal_handlers import reraise_if_signalled
 

@@ -80,6 +80,7 @@ def load(
         files=files,
         eos_token_ids=eos,
         bos_token_id=bos,
+        is_own=True,
     )
 
 

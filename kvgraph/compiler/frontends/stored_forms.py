@@ -135,7 +135,9 @@ def _form(given: Config, packing: str) -> Form:
         return Form(4, NVFP4_GROUP, NVFP4)
     if given.get("type") == "float":
         bits = given.get("num_bits")
-        return Form(8) if bits == 4 else _float8(given) if bits == 8 else PLAIN
+        if bits == 4:  # FP4 in other forms is rounded to int8
+            return Form(8)
+        return _float8(given) if bits == 8 else PLAIN
     bits = given.get("num_bits", given.get("bits", given.get("w_bit")))
     if not isinstance(bits, int):
         return PLAIN

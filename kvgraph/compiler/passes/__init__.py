@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 TABLE_BYTES = 128 << 20
@@ -18,6 +19,11 @@ class PassReport:
     name: str
     applied: int = 0
     unmatched: list[str] = field(default_factory=list)
+
+
+def report_of(passes: Iterable[PassReport], *names: str) -> PassReport:
+    """The report of the pass with one of `names`; an empty one, without a name, if none has run."""
+    return next((each for each in passes if each.name in names), PassReport(""))
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ import torch
 from torch.export import ExportedProgram
 from torch.fx import Node
 
-from kvgraph.compiler.gpu_weights import Part, columns_in_turn, kept, shapes, stored
+from kvgraph.compiler.gpu_weights import Part, columns_in_turn, kept, rounded, shapes
 from kvgraph.compiler.passes import PassReport
 from kvgraph.compiler.passes.experts import rewrite_mixtures
 from kvgraph.compiler.passes.mixtures import Layer, MatchedExperts
@@ -89,5 +89,5 @@ def _add(
 def _part(weight: torch.Tensor | Coded, columns: slice, form: Form) -> Part:
     """Some columns of an expert's weight, in the GPU kernels' form."""
     if isinstance(weight, torch.Tensor):
-        return stored(weight[columns], form.bits)
+        return rounded(weight[columns], form.bits)
     return kept(stored_of(weight.map(lambda part: part[columns])), form)

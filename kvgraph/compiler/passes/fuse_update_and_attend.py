@@ -16,7 +16,8 @@ from torch.export import ExportedProgram
 from torch.fx import Graph, Node
 
 from kvgraph.compiler.cache import CachePlan
-from kvgraph.compiler.passes import PassReport
+from kvgraph.compiler.passes import PassReport, report_of
+from kvgraph.compiler.passes.parameters import inputs_of
 from kvgraph.contract.manifest import LayerRef
 from kvgraph.contract.signature import GraphSignature
 from kvgraph.errors import UnsupportedError
@@ -56,7 +57,7 @@ def require_fused(
     A leaf with a window frees the pages that leave it, so an attention that looks further back
     would read freed pages.
     """
-    report = next(each for each in passes if each.name == "fuse_update_and_attend")
+    report = report_of(passes, "fuse_update_and_attend")
     if report.unmatched:
         raise UnsupportedError(f"{report.name}: {report.unmatched[0]}")
     leaf_of = buffer_leaves(program, signature)
@@ -64,7 +65,7 @@ def require_fused(
     for node in program.graph.nodes:
         if node.target is FUSED:
             given = arguments(UPDATE_AND_ATTEND, node)
-            leaf = leaf_of[given["kv_blocks"].name]
+            leaf = leaf_of[given["kv_blocks"]]
             found[leaf, given["layer"]] += 1
             _require_window(given, leaf, plan.params.leaves[leaf].window_size)
     expected = Counter((ref.leaf, ref.index) for ref in plan.layers)
@@ -87,19 +88,18 @@ def attended_layers(
     for node in program.graph.nodes:
         if node.target is FUSED:
             given = arguments(UPDATE_AND_ATTEND, node)
-            leaf, layer = leaf_of[given["kv_blocks"].name], given["layer"]
+            leaf, layer = leaf_of[given["kv_blocks"]], given["layer"]
             v_head_dim = given["v_head_dim"] or plan.params.leaves[leaf].head_dim
             ref = LayerRef(leaf, layer, given["window"], v_head_dim)
             found.setdefault((leaf, layer), []).append(ref)
     return tuple(found[ref.leaf, ref.index].pop(0) for ref in plan.layers)
 
 
-def buffer_leaves(program: ExportedProgram, signature: GraphSignature) -> dict[str, str]:
-    """Name of a buffer's placeholder in the program -> path of the leaf that it belongs to."""
-    users = program.graph_signature.user_inputs
+def buffer_leaves(program: ExportedProgram, signature: GraphSignature) -> dict[Node, str]:
+    """A buffer's node in the program -> path of the leaf that it belongs to."""
     return {
-        str(user): symbol.name.rpartition(".")[0]
-        for user, symbol in zip(users, signature.inputs, strict=True)
+        node: symbol.name.rpartition(".")[0]
+        for node, symbol in inputs_of(program, signature).items()
         if symbol.kind == "buffer"
     }
 

@@ -16,9 +16,16 @@ from torch.fx import Node
 from kvgraph.compiler.passes import PassReport
 from kvgraph.compiler.passes.label_kinds import MADE, SIZES
 from kvgraph.compiler.passes.operands import UnmatchedError, any_node, expect, value
-from kvgraph.compiler.passes.parameters import add_parameter, drop_unused, held, name_outputs
+from kvgraph.compiler.passes.parameters import (
+    add_parameter,
+    drop_unused,
+    held,
+    inputs_of,
+    name_outputs,
+)
 from kvgraph.compiler.passes.token_functions import packet
 from kvgraph.compiler.weights import Weights
+from kvgraph.contract.dims import TensorType
 from kvgraph.contract.signature import GraphSignature
 
 aten = torch.ops.aten
@@ -30,8 +37,7 @@ def half_embeddings(
 ) -> PassReport:
     """Rewrite `program` in place."""
     report = PassReport("half_embeddings")
-    names = program.graph_signature.user_inputs
-    inputs = {str(n): x.name for n, x in zip(names, signature.inputs, strict=True)}
+    inputs = inputs_of(program, signature)
     by_table: dict[Node, list[Node]] = {}
     for node in program.graph.nodes:
         if node.target is EMBEDDING:
@@ -52,7 +58,7 @@ def half_embeddings(
     return report
 
 
-def _require_tokens(index: Node, inputs: Mapping[str, str]) -> None:
+def _require_tokens(index: Node, inputs: Mapping[Node, TensorType]) -> None:
     """Raise UnmatchedError unless `index` is computed from values of the input `tokens` only."""
     reached, waiting = {index}, [index]
     while waiting:
@@ -60,7 +66,7 @@ def _require_tokens(index: Node, inputs: Mapping[str, str]) -> None:
         if packet(node) not in (*MADE, *SIZES):
             waiting += [x for x in node.all_input_nodes if x not in reached]
             reached |= set(node.all_input_nodes)
-    found = sorted({inputs[node.name] for node in reached if node.name in inputs})
+    found = sorted({inputs[node].name for node in reached if node in inputs})
     expect(
         found == ["tokens"], f"expected rows of tokens, got rows of {', '.join(found) or 'none'}"
     )

@@ -14,7 +14,8 @@ from kvgraph.compiler import gpu_weights
 from kvgraph.compiler.packed_weights import OPERANDS, Packed, StoredRows
 from kvgraph.compiler.values import Coded, parts_of
 from kvgraph.compiler.weights import Piece, Weights
-from kvgraph.contract.dims import Array
+from kvgraph.contract.dims import Array, TensorType
+from kvgraph.contract.signature import GraphSignature
 from kvgraph.ops.torch_arrays import tensor_over
 
 PARAMETERS = {"weight": "packed", "bias": "packed_bias"}
@@ -31,6 +32,13 @@ def held(program: ExportedProgram, node: object) -> tuple[str, torch.Tensor] | N
             found = program.state_dict.get(spec.target, program.constants.get(spec.target))
             return (spec.target, found) if isinstance(found, torch.Tensor) else None
     return None
+
+
+def inputs_of(program: ExportedProgram, signature: GraphSignature) -> dict[Node, TensorType]:
+    """The program's inputs and their symbols, in the signature's order."""
+    nodes = {node.name: node for node in program.graph.nodes if node.op == "placeholder"}
+    users = program.graph_signature.user_inputs
+    return {nodes[str(u)]: s for u, s in zip(users, signature.inputs, strict=True)}
 
 
 def add_parameter(

@@ -9,9 +9,10 @@ from torch.export import ExportedProgram
 from torch.fx import Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from kvgraph.compiler.frontends.refusals import Reason
 from kvgraph.compiler.passes.operands import value
+from kvgraph.compiler.passes.parameters import inputs_of
 from kvgraph.compiler.passes.token_functions import ELEMENTWISE, LAYOUT, packet
+from kvgraph.compiler.refusals import Reason
 from kvgraph.compiler.sources import place
 from kvgraph.contract.signature import GraphSignature
 from kvgraph.errors import UnsupportedError
@@ -29,9 +30,7 @@ def require_positions(program: ExportedProgram, signature: GraphSignature) -> No
 
     Numbers that only choose elements, such as those of routed rows, are no positions.
     """
-    nodes = {node.name: node for node in program.graph.nodes if node.op == "placeholder"}
-    users = map(str, program.graph_signature.user_inputs)
-    inputs = {s.name: nodes[user] for user, s in zip(users, signature.inputs, strict=True)}
+    inputs = {symbol.name: node for node, symbol in inputs_of(program, signature).items()}
     tokens = value(inputs["tokens"]).shape[0]
     of_rows = _reached(node for name, node in inputs.items() if name.endswith(OF_ROWS))
     for node in program.graph.nodes:

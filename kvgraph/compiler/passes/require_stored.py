@@ -17,6 +17,7 @@ from torch.fx import Graph, Node
 from kvgraph.compiler.cache import CachePlan
 from kvgraph.compiler.passes.fuse_update_and_attend import ATTEND, FUSED, STORE, arguments
 from kvgraph.compiler.passes.operands import value
+from kvgraph.compiler.passes.parameters import inputs_of
 from kvgraph.compiler.passes.writes import base_of, written_by
 from kvgraph.contract.dims import TOTAL_SEQ_LEN, TensorType
 from kvgraph.contract.params import KVCacheStrategy
@@ -37,7 +38,7 @@ Symbols = Mapping[Any, TensorType]
 def require_whole_inputs(program: ExportedProgram, signature: GraphSignature) -> None:
     """Raise UnsupportedError unless the cache ops get the graph's own pools, each with its own
     table, and every new token."""
-    symbols = _symbols(program, signature)
+    symbols = inputs_of(program, signature)
     tokens = next(value(node).shape[0] for node, s in symbols.items() if s.name == "tokens")
     for spec, given in _cache_ops(program.graph):
         what = f"{spec.name} of layer {given['layer']}"
@@ -110,7 +111,7 @@ def _require_fits(where: str, spec: OpSpec, given: Mapping[str, Any]) -> None:
 def require_planned(program: ExportedProgram, signature: GraphSignature, plan: CachePlan) -> None:
     """Raise UnsupportedError unless V has the width in the cache's params, and each buffer of a
     padded cache is written."""
-    symbols = _symbols(program, signature)
+    symbols: Symbols = inputs_of(program, signature)
     if plan.strategy is KVCacheStrategy.PADDED:
         _require_written(program.graph, symbols)
         return
@@ -133,12 +134,6 @@ def _require_written(graph: Graph, symbols: Symbols) -> None:
                 f"{symbol.name}: expected a module that writes its new tokens, got one that never "
                 "does"
             )
-
-
-def _symbols(program: ExportedProgram, signature: GraphSignature) -> Symbols:
-    nodes = {node.name: node for node in program.graph.nodes if node.op == "placeholder"}
-    users = program.graph_signature.user_inputs
-    return {nodes[str(u)]: s for u, s in zip(users, signature.inputs, strict=True)}
 
 
 def _cache_ops(graph: Graph) -> Iterator[tuple[OpSpec, dict[str, object]]]:

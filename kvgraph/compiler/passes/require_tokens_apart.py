@@ -23,6 +23,7 @@ from kvgraph.compiler.export import export, lowering
 from kvgraph.compiler.model import Model
 from kvgraph.compiler.passes import PassReport
 from kvgraph.compiler.passes.labels import LONG_STEP, TOKENS, everything, nothing, own
+from kvgraph.compiler.passes.parameters import inputs_of
 from kvgraph.compiler.passes.token_labels import TokenLabels
 from kvgraph.compiler.passes.writes import base_of, writes_are_plain, written_by
 from kvgraph.compiler.sources import place
@@ -46,7 +47,7 @@ def require_model_tokens_apart(
     """
     if plan.strategy is not KVCacheStrategy.PADDED:
         return require_tokens_apart(program, signature)
-    if not model.layers:
+    if model.is_own:
         why = "the module's own attention over a padded cache is not told from mixing tokens"
         return PassReport("require_tokens_apart", unmatched=[why])
     paged = as_paged(plan)
@@ -106,19 +107,18 @@ class _Follower:
         self._program = program
         self._report = PassReport("require_tokens_apart")
         self._mixers: dict[Node, Node] = {}  # mixed value -> node that mixed tokens first
-        nodes = {node.name: node for node in program.graph.nodes if node.op == "placeholder"}
-        given = [nodes[str(name)] for name in program.graph_signature.user_inputs]
+        inputs = inputs_of(program, signature)
         extents: dict[object, int] = {}
         count: object = None
-        for node, symbol in zip(given, signature.inputs, strict=True):
+        for node, symbol in inputs.items():
             for extent, dim in zip(node.meta["val"].shape, symbol.shape, strict=True):
                 if isinstance(dim, str) and not split_dim(dim)[1]:
                     extents[extent.node.expr] = sizes.get(dim, others)
                     count = extent.node.expr if dim == TOTAL_SEQ_LEN else count
         self._labels = TokenLabels(extents, count, others)
-        for node in nodes.values():
+        for node in program.graph.find_nodes(op="placeholder"):
             self._labels.set(node, nothing(self._labels.shape(node)))
-        for node, symbol in zip(given, signature.inputs, strict=True):
+        for node, symbol in inputs.items():
             shape = self._labels.shape(node)
             if symbol.name == "tokens":
                 self._labels.set(node, own(shape))
@@ -126,9 +126,7 @@ class _Follower:
                 self._labels.set(node, nothing(shape), asked.int())
             elif symbol.kind == "buffer":
                 self._labels.set(node, everything(shape))
-        self._pools = {
-            n for n, s in zip(given, signature.inputs, strict=True) if s.kind == "buffer"
-        }
+        self._pools = {node for node, symbol in inputs.items() if symbol.kind == "buffer"}
 
     def run(self) -> PassReport:
         nodes = list(self._program.graph.nodes)

@@ -9,7 +9,7 @@ from torch.export.graph_signature import OutputKind, OutputSpec, TensorArgument
 from torch.fx import Node
 from torch.utils import _pytree as pytree
 
-from kvgraph.compiler.passes import PassReport
+from kvgraph.compiler.passes import PassReport, report_of
 from kvgraph.compiler.passes.fuse_update_and_attend import FUSED, arguments
 from kvgraph.compiler.passes.writes import base_of, written_by
 from kvgraph.errors import UnsupportedError
@@ -35,7 +35,7 @@ def return_pools(program: ExportedProgram) -> PassReport:
 def require_pairs(program: ExportedProgram, passes: list[PassReport]) -> None:
     """Raise UnsupportedError unless every store was fused with its attention, pools are inputs that
     nothing else uses, and nothing else is written in place."""
-    unmatched = passes[-1].unmatched
+    unmatched = report_of(passes, "fuse_update_and_attend").unmatched
     if unmatched:
         raise UnsupportedError(unmatched[0])
     written = _written(program)

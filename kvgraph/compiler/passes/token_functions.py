@@ -21,6 +21,7 @@ from torch.fx import Node
 from torch.fx.node import Argument, map_arg
 
 from kvgraph.compiler.passes.operands import UnmatchedError, expect, value
+from kvgraph.compiler.passes.parameters import inputs_of
 from kvgraph.contract.signature import GraphSignature
 
 aten = torch.ops.aten
@@ -76,11 +77,10 @@ class TokenFunctions:
     def __init__(self, program: ExportedProgram, signature: GraphSignature) -> None:
         graph_signature = program.graph_signature
         nodes = {node.name: node for node in program.graph.nodes if node.op == "placeholder"}
-        given = [nodes[str(name)] for name in graph_signature.user_inputs]
-        names = [symbol.name.rpartition(".")[2] for symbol in signature.inputs]
-        self._offsets = given[names.index("input_row_offsets")]
-        self._lengths = [x for x, name in zip(given, names, strict=True) if name == "cache_lengths"]
-        self._count = str(value(given[names.index("tokens")]).shape[0])
+        inputs = {symbol.name: node for node, symbol in inputs_of(program, signature).items()}
+        self._offsets = inputs["input_row_offsets"]
+        self._lengths = [x for name, x in inputs.items() if name.endswith("cache_lengths")]
+        self._count = str(value(inputs["tokens"]).shape[0])
         stored = {**program.constants, **program.state_dict}
         constants = {
             **graph_signature.inputs_to_buffers,

@@ -72,7 +72,7 @@ def weights_of(
     _require_whole(parts, found)
     _require_scales(folder, {k: each for k, each in stored.items() if k not in parts.taken})
     others = {name: Plain(each) for name, each in readable.items() if name not in parts.taken}
-    return {**others, **found}, parts.said
+    return {**others, **found}, parts.text
 
 
 def _require_whole(parts: Parts, found: Mapping[str, Values]) -> None:

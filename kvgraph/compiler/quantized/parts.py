@@ -51,7 +51,7 @@ class Parts:
     """Texts that tell the user how weights are stored."""
 
     @property
-    def said(self) -> str:
+    def text(self) -> str:
         return ", ".join([self.method, *sorted(self.kinds)])
 
     def stems(self, suffix: str) -> Iterator[str]:

@@ -8,13 +8,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from kvgraph.compiler.passes import PassReport
+from kvgraph.contract.file_names import BUILD_LOG_NAME
 from kvgraph.contract.manifest import EngineInfo
 from kvgraph.contract.mixtures import Mixture
-
-WEIGHTS_NAME, ONNX_NAME = "weights.safetensors", "model.onnx"
-
-BUILD_LOG_NAME = "build.json"
-"""Name of the file with durations of a build. It differs each time, so it is not hashed."""
 
 
 def write_build_log(folder: Path, log: Mapping[str, object]) -> None:

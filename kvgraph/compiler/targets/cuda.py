@@ -26,10 +26,11 @@ from kvgraph.compiler.passes.fuse_update_and_attend import (
     buffer_leaves,
 )
 from kvgraph.compiler.passes.lists import PASSES, run_passes
-from kvgraph.compiler.targets import BUILD_LOG_NAME, Lowered, write_build_log
-from kvgraph.compiler.targets.torch import MODEL_NAME, count_ops
+from kvgraph.compiler.targets import Lowered, write_build_log
+from kvgraph.compiler.targets.torch import count_ops
 from kvgraph.compiler.targets.weights import save_weights
 from kvgraph.compiler.traced import Traced
+from kvgraph.contract.file_names import BUILD_LOG_NAME, KERNELS_NAME, PROGRAM_NAME
 from kvgraph.kernels import aot
 from kvgraph.kernels.aot import Compiled
 from kvgraph.kernels.experts_plan import ExpertsShape, experts_variants
@@ -54,7 +55,6 @@ from kvgraph.ops import (
 )
 from kvgraph.ops.torch_nodes import Call
 
-KERNELS_NAME = "kernels.json"
 LOCAL_META = ("stack_trace", "nn_module_stack", "source_fn_stack", "torch_fn", "from_node")
 """Metadata of nodes in which torch.export records paths and sources of this machine."""
 
@@ -126,7 +126,7 @@ def attention_of_nodes(traced: Traced) -> list[AttentionShape]:
     for node in traced.program.graph.nodes:
         if node.target is FUSED:
             given = arguments(UPDATE_AND_ATTEND, node)
-            leaf = traced.plan.params.leaves[leaf_of[given["kv_blocks"].name]]
+            leaf = traced.plan.params.leaves[leaf_of[given["kv_blocks"]]]
             shapes.append(AttentionShape.of(leaf, given))
     return shapes
 
@@ -182,7 +182,7 @@ def save_program(traced: Traced, folder: Path, progress: Callable[[str], None]) 
     _forget_sources(program.graph)
     program.graph_module.recompile()
     with lowering():
-        torch.export.save(program, folder / MODEL_NAME)
+        torch.export.save(program, folder / PROGRAM_NAME)
 
 
 def _forget_sources(graph: Graph) -> None:

@@ -29,12 +29,13 @@ from kvgraph.compiler.passes.parameters import tensor_of
 from kvgraph.compiler.passes.token_functions import CASTS, LAYOUT, packet
 from kvgraph.compiler.quiet import first_line, quiet_loggers
 from kvgraph.compiler.sources import place
-from kvgraph.compiler.targets import ONNX_NAME, WEIGHTS_NAME, Lowered
+from kvgraph.compiler.targets import Lowered
 from kvgraph.compiler.targets.core_aten import to_core_aten
 from kvgraph.compiler.targets.onnx_constants import kept_constants
 from kvgraph.compiler.targets.weights import write_safetensors
 from kvgraph.compiler.traced import Traced
 from kvgraph.compiler.weights import Weights
+from kvgraph.contract.file_names import ONNX_NAME, WEIGHTS_NAME
 from kvgraph.contract.safetensors import read_layout
 from kvgraph.contract.signature import GraphSignature, output_name
 from kvgraph.errors import KVGraphError, UnsupportedError

@@ -18,14 +18,15 @@ import onnx
 import onnx_ir as ir
 from onnx import numpy_helper
 
+from kvgraph.compiler.passes import report_of
 from kvgraph.compiler.passes.lists import PASSES, run_passes
-from kvgraph.compiler.targets import BUILD_LOG_NAME, ONNX_NAME, Lowered, write_build_log
+from kvgraph.compiler.targets import Lowered, write_build_log
 from kvgraph.compiler.targets import onnx as onnx_target
 from kvgraph.compiler.targets.cuda import attention_of_nodes, compile_kernels
-from kvgraph.compiler.targets.trt_fields import pack_images
 from kvgraph.compiler.traced import Traced
+from kvgraph.contract.file_names import BUILD_LOG_NAME, ONNX_NAME
 from kvgraph.kernels.aot import Compiled
-from kvgraph.kernels.record import image_digests, pack_kernels
+from kvgraph.kernels.record import images_of, new_images, pack_images, pack_kernels
 from kvgraph.kernels.shapes import AttentionShape
 from kvgraph.ops import UPDATE_AND_ATTEND
 
@@ -46,7 +47,8 @@ def lower(
     made = compile_kernels(attention, archs, progress)
     onnx_model = traced.onnx_proto = ir.to_proto(written)
     run_passes(traced, passes.written)
-    lowered.ops["Cast"] = lowered.ops.get("Cast", 0) + lowered.passes[-1].applied
+    casts = report_of(lowered.passes, "cast_norms").applied
+    lowered.ops["Cast"] = lowered.ops.get("Cast", 0) + casts
     embed_kernels(onnx_model.graph, attention, made)
     data = onnx_model.SerializeToString(deterministic=True)
     (folder / ONNX_NAME).write_bytes(data)
@@ -74,16 +76,12 @@ def embed_kernels(
     """
     nodes = [node for node in graph.node if node.op_type == UPDATE_AND_ATTEND.name]
     records = {shape: pack_kernels(shape, kernels) for shape, kernels in made.items()}
-    images = {
-        kernel.metadata()["sha256"]: kernel.cubin
-        for kernels in made.values()
-        for compiled in kernels.values()
-        for kernel in compiled
-    }
+    images = images_of(
+        kernel for kernels in made.values() for compiled in kernels.values() for kernel in compiled
+    )
     carried: set[str] = set()
     for node, shape in zip(nodes, attention, strict=True):
-        new = [digest for digest in image_digests(records[shape]) if digest not in carried]
-        carried.update(new)
+        new = new_images(records[shape], carried)
         _set(node, "kernels", records[shape])
         if new:
             _set(node, "images", pack_images(images[digest] for digest in new))

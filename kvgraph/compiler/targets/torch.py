@@ -29,11 +29,10 @@ from kvgraph.compiler.passes.lists import PASSES, run_passes
 from kvgraph.compiler.targets import Lowered
 from kvgraph.compiler.targets.weights import dense_in_place, save_weights
 from kvgraph.compiler.traced import Traced
+from kvgraph.contract.file_names import PROGRAM_NAME
 from kvgraph.contract.files import NO_ROOM
 from kvgraph.errors import UnsupportedError
 from kvgraph.signal_handlers import reraise_if_signalled
-
-MODEL_NAME = "model.pt2"
 
 INDUCTOR = {"aot_inductor.package_constants_in_so": False}
 
@@ -59,11 +58,11 @@ def lower(
     traced.weights.fill(program)
     _bind_late(program)
     save_weights(program, folder)
-    _package(program, folder / MODEL_NAME)
+    _package(program, folder / PROGRAM_NAME)
     return Lowered(
         ops=ops,
         passes=traced.passes,
-        nondeterministic_files=[MODEL_NAME],
+        nondeterministic_files=[PROGRAM_NAME],
     )
 
 

@@ -19,9 +19,9 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.export import ExportedProgram
 
-from kvgraph.compiler.targets import WEIGHTS_NAME
 from kvgraph.compiler.weights import Weights
 from kvgraph.contract.dtypes import ALL
+from kvgraph.contract.file_names import WEIGHTS_NAME
 from kvgraph.progress import task
 
 STORED_DTYPES = {

@@ -13,7 +13,7 @@ from kvgraph.contract.plain import to_json, to_plain
 from kvgraph.contract.threads import threads_needed
 from kvgraph.errors import RankError, RequestError, UnsupportedError
 from kvgraph.ops.group import Group, shared_bytes
-from kvgraph.ops.header import ABI_VERSION
+from kvgraph.ops.specs import ABI_VERSION
 from kvgraph.runtime.folder import ArtifactFolder
 from kvgraph.runtime.machine import default_threads
 from kvgraph.runtime.ranks import hosts, meeting

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from kvgraph.contract.file_names import KERNELS_NAME
 from kvgraph.contract.files import inside
 from kvgraph.errors import ArtifactError, KVGraphError
 from kvgraph.kernels.launch import LaunchPlan
@@ -68,7 +69,7 @@ class Cubins:
         )
 
     def _load_arch(self, folder: Path, ordinal: int) -> dict[str, Kernel]:
-        path = folder / "kernels.json"
+        path = folder / KERNELS_NAME
         with opening(path, "kvgraph"):
             entries = json.loads(path.read_bytes())
             return {Path(e["file"]).stem: self._kernel(folder, e, ordinal) for e in entries}

@@ -48,6 +48,7 @@ import numpy.typing as npt
 
 from kvgraph.contract.dims import Array, TensorType
 from kvgraph.contract.dtypes import ALL, DTYPES
+from kvgraph.contract.file_names import ONNX_NAME, WEIGHTS_NAME
 from kvgraph.contract.files import require_utf8
 from kvgraph.contract.host_memory import host_zeros
 from kvgraph.contract.loading import next_step, unimportable, with_step
@@ -90,7 +91,7 @@ class OnnxRuntimeSession(Session):
 
     step_tokens = 768  # see the module's docstring
     runs_in_one_call = True
-    mapped = ("weights.safetensors",)
+    mapped = (WEIGHTS_NAME,)
 
     def __init__(
         self, artifact: ArtifactFolder, num_threads: int | None = None, provider: str = PROVIDERS[0]
@@ -109,8 +110,8 @@ class OnnxRuntimeSession(Session):
         options.enable_mem_pattern = False
         options.log_severity_level = 4  # failures come as exceptions
         register_ops(options)
-        path = artifact.file("model.onnx")
-        weights = artifact.file("weights.safetensors").parent
+        path = artifact.file(ONNX_NAME)
+        weights = artifact.file(WEIGHTS_NAME).parent
         require_places(artifact)
         self._session = open_session(ort, path, options, provider, weights=weights)
         require_graph(self._session, path, self.signature)

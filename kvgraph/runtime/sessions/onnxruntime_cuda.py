@@ -26,6 +26,7 @@ import numpy.typing as npt
 
 from kvgraph.contract.dims import Array, TensorType
 from kvgraph.contract.dtypes import DTYPES
+from kvgraph.contract.file_names import ONNX_NAME
 from kvgraph.contract.signature import LOGITS_INDICES, output_name
 from kvgraph.errors import (
     ArtifactError,
@@ -72,7 +73,7 @@ class OnnxRuntimeCudaSession(DriverSession):
 
     def _open(self, ort: ModuleType, artifact: ArtifactFolder) -> None:
         self._session = _open(ort, artifact, self._device)
-        require_graph(self._session, artifact.folder / "model.onnx", self.signature)
+        require_graph(self._session, artifact.folder / ONNX_NAME, self.signature)
         self._binding = self._session.io_binding()
         self._inputs = self.signature.inputs
         self._index_tensors = {
@@ -133,7 +134,7 @@ def _open(ort: ModuleType, artifact: ArtifactFolder, device: CudaDevice) -> Infe
         "user_compute_stream": str(int(device.stream)),
         "use_tf32": "0",
     }
-    path = artifact.folder / "model.onnx"
+    path = artifact.folder / ONNX_NAME
     require_places(artifact)
     try:
         return open_session(ort, path, options, PROVIDER, settings)

@@ -13,6 +13,7 @@ from torch import nn
 from torch.export.passes import move_to_device_pass
 
 from kvgraph.contract.dims import TensorType
+from kvgraph.contract.file_names import PROGRAM_NAME
 from kvgraph.contract.params import KVCacheParams
 from kvgraph.errors import ArtifactError
 from kvgraph.runtime.folder import ArtifactFolder
@@ -35,7 +36,7 @@ READ_BY_VIEWS = (
 
 def load_program(artifact: ArtifactFolder, gpu: Gpu) -> torch.fx.GraphModule:
     """`model.pt2` with its weights on the GPU's device, over inputs in the signature's order."""
-    path = artifact.file("model.pt2")
+    path = artifact.file(PROGRAM_NAME)
     with opening(path, f"torch {torch.__version__}"):
         program = read_program(artifact, gpu.device)
         if gpu.device.type != "cpu":  # saved as a CPU graph
@@ -50,7 +51,7 @@ def load_program(artifact: ArtifactFolder, gpu: Gpu) -> torch.fx.GraphModule:
 def read_program(artifact: ArtifactFolder, device: torch.device) -> torch.export.ExportedProgram:
     """`model.pt2`, a CPU graph, with its weights on `device`. ArtifactError for a file that would
     run code as it is read."""
-    path = artifact.file("model.pt2")
+    path = artifact.file(PROGRAM_NAME)
     require_no_pickles(path)
     program = _load(path)
     _bind_weights(program, artifact, device)

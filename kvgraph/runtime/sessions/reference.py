@@ -10,6 +10,7 @@ import numpy.typing as npt
 
 from kvgraph.contract.dims import Array
 from kvgraph.contract.dtypes import ALL
+from kvgraph.contract.file_names import ONNX_NAME
 from kvgraph.contract.signature import output_name
 from kvgraph.errors import MissingDependencyError
 from kvgraph.runtime.folder import ArtifactFolder
@@ -35,7 +36,7 @@ class ReferenceSession(Session):
                 "onnx: needed by the reference session, not installed; "
                 "pip install 'kvgraph[compile]'"
             ) from error
-        path = artifact.folder / "model.onnx"
+        path = artifact.folder / ONNX_NAME
         with opening(path, f"onnx {onnx.__version__}"):
             self._evaluator = made = ReferenceEvaluator(str(path), new_ops=reference_ops())
         inputs, outputs = (

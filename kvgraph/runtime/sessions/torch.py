@@ -21,6 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvgraph.contract.dims import Array
+from kvgraph.contract.file_names import PROGRAM_NAME, WEIGHTS_NAME
 from kvgraph.contract.leftovers import scratch
 from kvgraph.contract.loading import MEMORY, NOT_MAPPED, next_step, unimportable
 from kvgraph.contract.sizes import size_text
@@ -41,7 +42,7 @@ OF_LIMITS = (errno.EMFILE, errno.ENFILE, errno.EFBIG, errno.ENOMEM)
 class TorchSession(Session):
     """Runs `model.pt2` on the CPU. `num_threads` sets torch's and the kernels' global pools."""
 
-    mapped = ("weights.safetensors",)
+    mapped = (WEIGHTS_NAME,)
 
     def __init__(self, artifact: ArtifactFolder, num_threads: int | None = None) -> None:
         super().__init__(artifact)
@@ -56,7 +57,7 @@ class TorchSession(Session):
         if num_threads:
             torch.set_num_threads(num_threads)
         native.set_num_threads(num_threads or 0)
-        path = artifact.file("model.pt2")
+        path = artifact.file(PROGRAM_NAME)
         with opening(path, f"torch {torch.__version__}"):
             with _unpacked(path) as folder:
                 runner = torch._C._aoti.AOTIModelPackageLoader(folder, "model", False, 1, -1)

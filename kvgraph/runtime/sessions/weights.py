@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
+from kvgraph.contract.file_names import WEIGHTS_NAME
 from kvgraph.errors import ArtifactError
 from kvgraph.runtime.folder import ArtifactFolder
 from kvgraph.runtime.sessions.opening import opening
@@ -22,7 +23,7 @@ def read_weights(
     """
     from safetensors import safe_open
 
-    path = artifact.file("weights.safetensors")
+    path = artifact.file(WEIGHTS_NAME)
     weights: dict[str, torch.Tensor] = {}
     with opening(path, "safetensors"), safe_open(path, framework="pt", device=device) as file:
         owners = file.metadata() or {}

@@ -20,9 +20,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from kvgraph.compiler.targets.trt_fields import pack_images
+from kvgraph.contract.file_names import PLUGINS_NAME
 from kvgraph.errors import KVGraphError, UnsupportedError
-from kvgraph.kernels.record import image_digests
+from kvgraph.kernels.record import new_images, pack_images
 from kvgraph.ops import OPSET_DOMAIN, SPECS, OpSpec
 
 if TYPE_CHECKING:
@@ -30,10 +30,6 @@ if TYPE_CHECKING:
     from tensorrt_rtx import Builder, IBuilderConfig, ILogger
 
 Shapes = Mapping[str, tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]]
-
-KERNELS_NAME = "tensorrt.json"
-"""Name of the file next to the cubins: the fields `kernels` (base64), which node has which, and the
-path of each image."""
 
 
 @dataclass(frozen=True)
@@ -188,7 +184,7 @@ def plugin_model(request: BuildRequest) -> bytes:
 
     model = onnx.load(request.model, load_external_data=False)
     folder = Path(request.kernels)
-    described = json.loads((folder / KERNELS_NAME).read_text())
+    described = json.loads((folder / PLUGINS_NAME).read_text())
     graph = model.graph
     heads = _pool_heads(graph) if not request.aliased else {}
     carried: set[str] = set()
@@ -197,11 +193,10 @@ def plugin_model(request: BuildRequest) -> bytes:
             continue
         if node.output[0] not in described["nodes"]:
             raise UnsupportedError(
-                f"{folder / KERNELS_NAME}: expected kernels for node {node.output[0]!r}, got none"
+                f"{folder / PLUGINS_NAME}: expected kernels for node {node.output[0]!r}, got none"
             )
         record = b64decode(described["kernels"][described["nodes"][node.output[0]]])
-        new = [digest for digest in image_digests(record) if digest not in carried]
-        carried.update(new)
+        new = new_images(record, carried)
         images = pack_images((folder / described["images"][digest]).read_bytes() for digest in new)
         _set(node, kernels=record, images=images)
         _as_plugin(node, request.aliased, heads, {o.name for o in graph.output})

@@ -14,7 +14,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from kvgraph.compiler.targets import ONNX_NAME
 from kvgraph.compiler.targets.tensorrt.build import BuildRequest, Result
 from kvgraph.contract.dims import (
     BATCH_SIZE,
@@ -25,13 +24,13 @@ from kvgraph.contract.dims import (
     TOTAL_SEQ_LEN,
     ceildiv,
 )
+from kvgraph.contract.file_names import ENGINE_NAME, LIBRARY_NAME, ONNX_NAME
 from kvgraph.contract.manifest import EngineInfo, ProfileInfo
 from kvgraph.contract.signature import GraphSignature, output_name
 from kvgraph.contract.versions import version_of
 from kvgraph.errors import MissingDependencyError, UnsupportedError
 
 BUILDER = "kvgraph.compiler.targets.tensorrt.build"
-ENGINE_NAME, LIBRARY_NAME = "model.engine", "libkvgraph_tensorrt.so"
 BY_TORCH = "torch_tensorrt"
 NOT_BUILT = (
     "engine: none yet; on the machine that runs it, with torch-tensorrt: "

@@ -19,13 +19,10 @@ from typing import Any
 
 from kvgraph.compiler.cache import CachePlan
 from kvgraph.compiler.passes.lists import PASSES
-from kvgraph.compiler.targets import BUILD_LOG_NAME, Lowered, cuda, write_build_log
+from kvgraph.compiler.targets import Lowered, cuda, write_build_log
 from kvgraph.compiler.targets import onnx as onnx_target
 from kvgraph.compiler.targets.cuda import attention_of_nodes, compile_kernels, save_kernels
-from kvgraph.compiler.targets.tensorrt.build import KERNELS_NAME
 from kvgraph.compiler.targets.tensorrt.engine import (
-    ENGINE_NAME,
-    LIBRARY_NAME,
     RTX,
     build_engine,
     profiles_of,
@@ -33,6 +30,7 @@ from kvgraph.compiler.targets.tensorrt.engine import (
 )
 from kvgraph.compiler.traced import Traced
 from kvgraph.contract.devices import PORTABLE
+from kvgraph.contract.file_names import BUILD_LOG_NAME, ENGINE_NAME, LIBRARY_NAME, PLUGINS_NAME
 from kvgraph.errors import UnsupportedError
 from kvgraph.kernels import shapes
 from kvgraph.kernels.record import pack_kernels
@@ -129,7 +127,7 @@ def write_kernels(
         "nodes": {name: distinct.index(shape) for name, shape in nodes.items()},
         "images": images,
     }
-    (folder / "kernels" / KERNELS_NAME).write_text(json.dumps(described, indent=1) + "\n")
+    (folder / "kernels" / PLUGINS_NAME).write_text(json.dumps(described, indent=1) + "\n")
     return seconds
 
 

@@ -13,11 +13,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from kvgraph.compiler.passes.lists import PASSES, run_passes
-from kvgraph.compiler.targets import BUILD_LOG_NAME, Lowered, write_build_log
+from kvgraph.compiler.targets import Lowered, write_build_log
 from kvgraph.compiler.targets.cuda import attention_of_nodes, save_program
 from kvgraph.compiler.targets.tensorrt.engine import (
     BY_TORCH,
-    LIBRARY_NAME,
     NOT_BUILT,
     profiles_of,
 )
@@ -25,6 +24,7 @@ from kvgraph.compiler.targets.tensorrt.lower import write_kernels
 from kvgraph.compiler.targets.torch import count_ops
 from kvgraph.compiler.traced import Traced
 from kvgraph.contract.dims import NUM_PAGE_SLOTS
+from kvgraph.contract.file_names import BUILD_LOG_NAME, LIBRARY_NAME
 from kvgraph.contract.manifest import EngineInfo
 from kvgraph.ops.cuda_native import plugins_path
 

@@ -35,11 +35,10 @@ from kvgraph.compiler.passes.fuse_update_and_attend import (
 )
 from kvgraph.compiler.passes.thread_pool import FUNCTIONAL
 from kvgraph.compiler.passes.write_in_place import write_in_place
-from kvgraph.compiler.targets.trt_fields import pack_images
 from kvgraph.contract.dtypes import ALL, POOLS
 from kvgraph.errors import MissingDependencyError, UnsupportedError
 from kvgraph.kernels import aot
-from kvgraph.kernels.record import image_digests, pack_kernels
+from kvgraph.kernels.record import images_of, new_images, pack_images, pack_kernels
 from kvgraph.kernels.shapes import AttentionShape, PoolShape, Rope
 from kvgraph.ops import OPSET_DOMAIN, UPDATE_AND_ATTEND
 from kvgraph.ops.cuda_native import plugins_path
@@ -198,8 +197,7 @@ class Converter:
         record, images = self._kernels(_shape(tensors, given))
         if network is not self._network:
             self._network, self._carried = network, set()
-        new = [digest for digest in image_digests(record) if digest not in self._carried]
-        self._carried.update(new)
+        new = new_images(record, self._carried)
         operands = [operand.name for operand in UPDATE_AND_ATTEND.inputs]
         numbers = {a.name: _number(a.kind, given[a.name]) for a in UPDATE_AND_ATTEND.attributes}
         numbers |= {
@@ -227,11 +225,7 @@ class Converter:
                     f"torch-tensorrt: expected a layer of which there are kernels, got {shape}"
                 )
             compiled = {arch: aot.compile_attention(shape, arch) for arch in self.archs}
-            images = {
-                kernel.metadata()["sha256"]: kernel.cubin
-                for kernels in compiled.values()
-                for kernel in kernels
-            }
+            images = images_of(kernel for kernels in compiled.values() for kernel in kernels)
             self.made[shape] = (pack_kernels(shape, compiled), images)
         return self.made[shape]
 

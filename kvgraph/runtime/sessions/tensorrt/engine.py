@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from kvgraph.contract.file_names import ENGINE_NAME
 from kvgraph.contract.manifest import EngineInfo
 from kvgraph.contract.params import KVCacheStrategy
 from kvgraph.errors import ArtifactError, KernelError, MissingDependencyError, UnsupportedError
@@ -25,9 +26,6 @@ from kvgraph.runtime.sessions.tensorrt.bindings import require_bindings
 
 if TYPE_CHECKING:
     from tensorrt_rtx import IExecutionContext, ILogger
-
-
-ENGINE_NAME = "model.engine"
 
 INSTALL = {
     "tensorrt_rtx": "pip install 'kvgraph[tensorrt]'",
