@@ -1,4 +1,4 @@
-"""Output of commands: text, JSON, sizes, and the stages of a compile."""
+"""Output of commands: text, JSON, and the stages of a compile."""
 
 from __future__ import annotations
 

@@ -32,6 +32,8 @@ class ContinuousBatchingKVCacheManager(PagedKVCacheManager):
     quantised pools.
     """
 
+    _of_slots = True
+
     def __init__(
         self,
         params: KVCacheParams,

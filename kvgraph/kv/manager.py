@@ -47,6 +47,8 @@ class KVCacheManager(ABC):
     of a batch differ in length.
     """
 
+    _of_slots = False  # whether memory is slots of max_seq_len tokens, not pages
+
     def __init__(
         self,
         params: KVCacheParamInterface,
@@ -271,7 +273,8 @@ class KVCacheManager(ABC):
             )
 
     def has_room(self, ctx: TextContext, replica_idx: int = 0) -> bool:
-        """Whether `alloc(ctx)` would succeed now; changes nothing."""
+        """Whether `alloc(ctx)` would succeed now, and later ones would not exceed `max_seq_len`;
+        changes nothing."""
         return ctx.current_length <= self.max_seq_len
 
     def coming_pages(self, contexts: Sequence[TextContext], replica_idx: int = 0) -> set[bytes]:
@@ -320,8 +323,8 @@ class KVCacheManager(ABC):
         devices: Sequence[Device] | None = None,
         **kwargs: object,
     ) -> int:
-        """Bytes of all replicas' usable pages. `available_cache_memory`: bytes of one replica."""
-        params = _deployed(params, num_layers, devices)
+        """Bytes of all replicas' pages or slots. `available_cache_memory`: bytes of one replica."""
+        params = _deployed(params, num_layers, devices, max_seq_len if cls._of_slots else None)
         plan = plan_memory(params, available_cache_memory, max_batch_size, max_seq_len)
         return plan.nbytes * params.data_parallel_degree
 
@@ -339,7 +342,7 @@ class KVCacheManager(ABC):
 
         ParamsError if a size is no integer, or `max_seq_len` is below 1.
         """
-        params = _deployed(params, num_layers, devices)
+        params = _deployed(params, num_layers, devices, max_seq_len if cls._of_slots else None)
         available = require_integer("available_cache_memory", available_cache_memory, ParamsError)
         max_seq_len = require_integer("max_seq_len", max_seq_len, ParamsError, least=1)
         pages = available // params.bytes_per_page
@@ -367,10 +370,7 @@ class KVCacheManager(ABC):
             )
 
     def _per_replica(self, batches: Batches | Sequence[TextContext], call: str) -> Batches:
-        replicas = self.params.data_parallel_degree
-        if replicas == 1 and isinstance(batches, Sequence) and not batches:
-            return [[]]
-        given = per_replica(batches, replicas, call)
+        given = per_replica(batches, self.params.data_parallel_degree, call)
         for batch in given:
             for ctx in batch:
                 require_context(ctx, call)
@@ -378,13 +378,20 @@ class KVCacheManager(ABC):
 
 
 def _deployed(
-    params: KVCacheParamInterface, num_layers: int | None, devices: Sequence[Device] | None
+    params: KVCacheParamInterface,
+    num_layers: int | None,
+    devices: Sequence[Device] | None,
+    slot: int | None = None,
 ) -> KVCacheParamInterface:
-    """`params` with these layers and devices; a tree is unchanged: its leaves have their own."""
+    """`params` with these layers and devices; a tree is unchanged: its leaves have their own.
+    `slot`: tokens of a slot, which is one page."""
     if not isinstance(params, KVCacheParams):
         return params
+    if slot is not None:
+        slot = require_integer("max_seq_len", slot, ParamsError, least=1)
     return replace(
         params,
+        page_size=slot or params.page_size,
         num_layers=params.num_layers if num_layers is None else num_layers,
         devices=params.devices if devices is None else as_devices(devices),
     )

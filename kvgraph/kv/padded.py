@@ -35,6 +35,7 @@ class PaddedKVCacheManager(KVCacheManager):
     """
 
     params: KVCacheParams
+    _of_slots = True
 
     def __init__(
         self,

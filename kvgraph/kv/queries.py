@@ -75,15 +75,15 @@ class PagedQueries(KVCacheManager):
     @property
     def max_context_length(self) -> int:
         """Longest context in tokens: the narrowest leaf's lookup row has no entries beyond it."""
-        return min(replica.batch.max_width for replica in self._replicas) * self.params.page_size
+        return min(replica.batch.max_width for replica in self._replicas) * self.settings.page_size
 
     def require_room(self, request_id: RequestID, tokens: int, chunk: int) -> None:
-        """Raise RequestError if one request of `tokens` tokens needs more pages than a pool has.
+        """Raise RequestError for more tokens than `max_seq_len`, or more pages than a pool has.
 
         In a leaf with a window a request holds at most the pages that the queries of a chunk see.
         """
         for (path, leaf), pool in zip(self.params.leaves.items(), self._pools(0, ""), strict=True):
-            leaf = replace(leaf, page_size=self._replicas[0].settings.page_size)
+            leaf = replace(leaf, page_size=self.settings.page_size)
             needed = most_pages(leaf, tokens, chunk)
             if needed > pool.num_pages:
                 where = f" of leaf {path!r}" if path else ""
@@ -91,8 +91,11 @@ class PagedQueries(KVCacheManager):
                     f"request {request_id!r}: expected at most {pool.num_pages} pages from the "
                     f"pool{where}, got {tokens + 1} tokens (prompt and output) that need {needed}"
                 )
+        super().require_room(request_id, tokens, chunk)
 
     def has_room(self, ctx: TextContext, replica_idx: int = 0) -> bool:
+        if not super().has_room(ctx, replica_idx):
+            return False
         return self.get_pct_used_blocks_after_allocation(ctx, replica_idx) <= 100
 
     def coming_pages(self, contexts: Sequence[TextContext], replica_idx: int = 0) -> set[bytes]:
@@ -155,6 +158,7 @@ class PagedQueries(KVCacheManager):
         """Percentage of pages in use after `alloc(ctx)`; above 100 if `alloc` would fail.
 
         Prefix hits are counted as `alloc` would take them. For a tree: of its fullest leaf.
+        RequestError for more tokens than `max_seq_len`.
         """
         replica = at_replica(self._replicas, replica_idx, "get_pct_used_blocks_after_allocation")
         row = self._claimed.get(ctx.request_id)

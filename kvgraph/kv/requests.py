@@ -15,6 +15,8 @@ from typing import TypeVar, cast
 import numpy as np
 import numpy.typing as npt
 
+from kvgraph.contract.dims import NUM_STEPS
+from kvgraph.contract.symbols import MAX_EXTENTS
 from kvgraph.contract.values import require_integer, shown
 from kvgraph.errors import RequestError
 
@@ -26,8 +28,8 @@ _INT32 = np.iinfo(np.int32)
 Batches = Sequence[Sequence["TextContext"]]
 """One batch of requests per replica."""
 
-MAX_STEPS = 1 << 16
-"""Most steps of one call; an exported program assumes the same bound."""
+MAX_STEPS = MAX_EXTENTS[NUM_STEPS]
+"""Most steps of one call."""
 
 T = TypeVar("T")
 
@@ -91,10 +93,7 @@ class TextContext:
         if type(count) is not int:
             count = require_integer(f"active_length of {self.request_id!r}", count, RequestError)
         if not 0 <= count <= rest:
-            raise RequestError(
-                f"active_length of {self.request_id!r}: expected 0 to {rest} tokens, the rest of "
-                f"{self.current_length}, got {count}"
-            )
+            raise no_part(self, count)
         self._active_length = count
 
     @property
@@ -184,6 +183,15 @@ class TextContext:
         )
 
 
+def no_part(ctx: TextContext, count: int) -> RequestError:
+    """The error of an `active_length` of `count` tokens, which is not 0 to the rest."""
+    rest = ctx.current_length - ctx.processed_length
+    return RequestError(
+        f"active_length of {ctx.request_id!r}: expected 0 to {rest} tokens, the rest of "
+        f"{ctx.current_length}, got {count}"
+    )
+
+
 def _require_types(
     request_id: RequestID, cache_salt: bytes, adapter: str, is_private: bool
 ) -> None:
@@ -244,11 +252,11 @@ def at_replica(each: Sequence[T], replica_idx: int, call: str) -> T:
 def per_replica(batches: Batches | Sequence[TextContext], num_replicas: int, call: str) -> Batches:
     """One batch per replica; a flat list of requests is the batch of the only replica.
 
-    For `step` an empty list is flat too. Each batch is checked to be a sequence; the caller checks
+    An empty list is its empty batch. Each batch is checked to be a sequence; the caller checks
     its elements.
     """
     _require_list(batches, call)
-    if num_replicas == 1 and (isinstance(batches[0], TextContext) if batches else call == "step"):
+    if num_replicas == 1 and (not batches or isinstance(batches[0], TextContext)):
         return [cast(Sequence[TextContext], batches)]
     if len(batches) != num_replicas:
         raise RequestError(

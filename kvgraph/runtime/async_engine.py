@@ -71,7 +71,7 @@ class AsyncEngine(NotCopyable):
         """Called on the event loop where the thread has ended before `close`."""
         self._inbox: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._streams: dict[str, TokenStream] = {}
-        self._leaving: dict[str, asyncio.Future[None]] = {}
+        self._cancelled_ids: dict[str, asyncio.Future[None]] = {}
         """Cancelled requests that may still receive tokens of the running step, by id."""
         self._calls: set[Future[Any]] = set()
         self._ids = itertools.count()
@@ -118,8 +118,7 @@ class AsyncEngine(NotCopyable):
             return
         for stream in list(self._streams.values()):
             stream.cancel()
-            why = f"request {stream.request_id!r}: the engine was closed"
-            self._give(stream, [failed(stream.request_id, why)])
+            self._give(stream, [failed(stream.request_id, "the engine was closed")])
         self._building.close()
         if self._thread is None:
             self.engine.close()
@@ -179,7 +178,7 @@ class AsyncEngine(NotCopyable):
             request = await self._building.compile(partial(self.engine._builder.request, *given))
         else:
             request = self.engine._builder.request(*given)
-        while (leaving := self._leaving.get(request_id)) is not None:
+        while (leaving := self._cancelled_ids.get(request_id)) is not None:
             await asyncio.shield(leaving)
         self._require_running("submit")
         if request_id in self._streams:
@@ -250,12 +249,12 @@ class AsyncEngine(NotCopyable):
         del self._streams[request_id]
         assert self._loop is not None
         if not self._is_stopped:
-            self._leaving[request_id] = self._loop.create_future()
+            self._cancelled_ids[request_id] = self._loop.create_future()
         self._inbox.put(lambda: self._end(request_id, is_told=True))
 
-    def _left(self, request_id: str) -> None:
+    def _release_id(self, request_id: str) -> None:
         """Release the id of a cancelled request: none of its tokens can come any more."""
-        leaving = self._leaving.pop(request_id, None)
+        leaving = self._cancelled_ids.pop(request_id, None)
         if leaving is not None and not leaving.done():
             leaving.set_result(None)
 
@@ -266,9 +265,9 @@ class AsyncEngine(NotCopyable):
         """End every stream, cancellation and call that waits for the ended thread."""
         for request_id, stream in list(self._streams.items()):
             del self._streams[request_id]
-            self._give(stream, [failed(request_id, f"request {request_id!r}: {why}")])
-        for request_id in list(self._leaving):
-            self._left(request_id)
+            self._give(stream, [failed(request_id, why)])
+        for request_id in list(self._cancelled_ids):
+            self._release_id(request_id)
         for call in list(self._calls):
             if call.set_running_or_notify_cancel():
                 call.set_exception(RequestError(f"AsyncEngine.call: {why}"))
@@ -317,7 +316,7 @@ class AsyncEngine(NotCopyable):
         while not self._inbox.empty():
             with suppress(Exception):
                 self._inbox.get()()
-        self._tell(self._end_all, f"the engine's thread has ended{self._why()}")
+        self._call_in_loop(self._end_all, f"the engine's thread has ended{self._why()}")
         with suppress(Exception):  # requests that were cancelled since the last step
             self.engine._settle()
         self.engine.close()
@@ -335,7 +334,7 @@ class AsyncEngine(NotCopyable):
                 tokens = self._fail_all(error) if raised else []
                 raised = not raised
             self.after_step(tokens)
-            self._post(tokens)
+            self._post_tokens(tokens)
 
     def _handle_inbox(self) -> bool:
         """Handle the inbox; wait while no request is open. False once the engine must stop."""
@@ -358,12 +357,12 @@ class AsyncEngine(NotCopyable):
         except LOST:
             raise
         except Exception as error:
-            self._post([failed(request.request_id, f"request {request.request_id!r}: {error}")])
+            self._post_tokens([failed(request.request_id, str(error))])
 
     def _end(self, request_id: str, *, is_told: bool = False) -> None:
-        """Stop a request; the next step does it if this raises. `is_told`: call `_left` first."""
+        """Stop a request; the next step does it if this raises. `is_told`: release its id first."""
         if is_told:
-            self._tell(self._left, request_id)
+            self._call_in_loop(self._release_id, request_id)
         if (request := self.engine._open.get(request_id)) is not None:
             with suppress(Exception):
                 self.engine._abandoned.append(request)
@@ -380,14 +379,14 @@ class AsyncEngine(NotCopyable):
         ended = []
         for request_id in list(self.engine._open):
             self._end(request_id)
-            ended.append(failed(request_id, f"request {request_id!r}: {why}"))
+            ended.append(failed(request_id, why))
         return ended
 
-    def _post(self, tokens: Sequence[Token]) -> None:
+    def _post_tokens(self, tokens: Sequence[Token]) -> None:
         if tokens:
-            self._tell(self._deliver, tokens)
+            self._call_in_loop(self._deliver, tokens)
 
-    def _tell(self, call: Callable[[T], object], what: T) -> None:
+    def _call_in_loop(self, call: Callable[[T], object], what: T) -> None:
         """Schedule `call(what)` on the event loop, in order."""
         assert self._loop is not None
         try:

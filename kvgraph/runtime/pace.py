@@ -1,6 +1,6 @@
 """Bounds the prompt tokens of a step, from the measured times of earlier steps.
 
-The scheduler asks before a step, the engine reports after it. No clock is read here.
+The scheduler asks before a step, `Batch.update` reports after it. No clock is read here.
 """
 
 from __future__ import annotations
@@ -57,7 +57,8 @@ class Burst:
         self._is_on = False
 
     def lasts(self, rows: int, waiting: int) -> bool:
-        """Whether most of a burst is to be started still. Call it once for each step."""
+        """Whether most of a burst is to be started still. Call it at every step; the same numbers
+        give the same answer again within a step."""
         self._is_on = waiting * BURST_END > rows and (self._is_on or not rows)
         return self._is_on
 
@@ -124,8 +125,8 @@ class StepPace:
         seconds = self._decode_seconds(rows) * (rows + waiting) / rows
         if in_burst:
             seconds = max(seconds, BURST_SECONDS)
-        wanted = int(seconds / self._token) if self._token else most
-        return max(SMALLEST_CHUNK, min(most, wanted))
+        wanted = min(most, seconds / self._token) if self._token else most
+        return max(SMALLEST_CHUNK, int(wanted))
 
     def _learn_decode(self, rows: int, seconds: float) -> None:
         self._fastest = min(self._fastest, seconds)

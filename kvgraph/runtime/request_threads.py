@@ -1,4 +1,4 @@
-"""Threads in which an AsyncEngine builds slow requests, grammars and long texts; its loop."""
+"""Threads in which an AsyncEngine compiles grammars and tokenizes texts, and its event loop."""
 
 from __future__ import annotations
 

@@ -115,7 +115,8 @@ class Batch:
         reasons: Sequence[FinishReason | None],
         forced: Mapping[str, Sequence[int]],
     ) -> None:
-        """Mark all active tokens as processed, and append `tokens`, one per sampled row.
+        """Mark all active tokens as processed, and append `tokens`, one per sampled row. Report the
+        step to `pace`, and note when rows got their first token or ended.
 
         A row with None has failed: it ends, and its pages of this step are not cached. `reasons`:
         why each row ends, or None. `forced`: by request id, tokens appended after its token.

@@ -1,11 +1,11 @@
 """JSON schemas as llguidance reads them: for the same texts, or for more in a lenient reading.
 
-Three things are written in another way. A `oneOf` whose branches differ in a
-tag is an `anyOf` that requires the tag: llguidance sees no tag through a `$ref`. Other parts that
-refer to such a branch require the tag too. `propertyNames`
-with a list of names are the only keys. Keys without a meaning are taken out: a `format` that
-llguidance does not know (JSON Schema has it as an annotation), "uniqueItems": false, and
-"additionalItems" without a list of "items", for which llguidance would drop "prefixItems".
+Three things are written in another way. A `oneOf` whose branches differ in a tag is an `anyOf` that
+requires the tag: llguidance sees no tag through a `$ref`. Other parts that refer to such a branch
+require the tag too. `propertyNames` with a list of names are the only keys. Keys without a meaning
+are taken out: a `format` that llguidance does not know (JSON Schema has it as an annotation),
+"uniqueItems": false, and "additionalItems" without a list of "items", for which llguidance would
+drop "prefixItems".
 """
 
 from __future__ import annotations

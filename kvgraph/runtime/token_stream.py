@@ -84,18 +84,12 @@ class TokenStream:
         late, most = len(self._unread) - self._most_at_once, self._most_unread
         if most is not None and late > most and not self.has_ended:
             self.cancel()
-            self._unread = [failed(self.request_id, _unread(self.request_id, most))]
+            why = f"expected its reader to keep up, got more than {most} unread tokens"
+            self._unread = [failed(self.request_id, f"{why}; it is cancelled")]
         if self.watch is not None:
             self.watch()
 
 
 def failed(request_id: str, why: str) -> Token:
-    """A last token with finish_reason "error" and the reason `why`."""
-    return Token(request_id, NO_TOKEN, "", "error", why)
-
-
-def _unread(request_id: str, most: int) -> str:
-    return (
-        f"request {request_id!r}: expected its reader to keep up, got more than {most} unread "
-        "tokens; it is cancelled"
-    )
+    """A last token with finish_reason "error"; its error names the request and the reason `why`."""
+    return Token(request_id, NO_TOKEN, "", "error", f"request {request_id!r}: {why}")

@@ -36,7 +36,7 @@ def facts_of(engine: Engine) -> EngineFacts:
         engine._builder.longest_context(),
         rows.max_batch_size,
         rows.max_batch_tokens,
-        kv.params.page_size,
+        kv.settings.page_size if isinstance(kv, PagedKVCacheManager) else kv.params.page_size,
         kv.params.enable_prefix_caching,
         engine.stats().num_pages,
     )

@@ -121,8 +121,9 @@ class KVEventPublisher:
         self._context.term()
 
     def publish(self, events: list[Event]) -> None:
-        """Queue the events of a step; this costs a queue's put."""
-        if events:
+        """Queue the events of a step, at the cost of a queue's put; drop them after `close`, and if
+        the thread has failed."""
+        if events and self._thread.is_alive():
             self._queue.put((time.time(), events))
 
     def close(self) -> None:
@@ -134,12 +135,17 @@ class KVEventPublisher:
     # -- in the publisher's thread
 
     def _run(self) -> None:
+        try:
+            self._run_until_closed()
+        finally:
+            self._let_go()
+
+    def _run_until_closed(self) -> None:
         sequence = 0
         while True:
             while self._replay is None or not self._queue.empty():
                 item = self._queue.get()
                 if item is None:
-                    self._let_go()
                     return
                 data = self._encoder.encode(Batch(item[0], self._blocks(item[1])))
                 self._pub.send_multipart([self._topic, sequence.to_bytes(8, "big"), data])

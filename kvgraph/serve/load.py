@@ -36,7 +36,6 @@ class Load:
     finish_seconds: float = 0.0
     """Seconds between the ends of two requests, without the engine's idle time; 0 before the
     first."""
-    step_seconds: float = 0.0
 
 
 class LoadMeter:
@@ -68,7 +67,7 @@ class LoadMeter:
             lasted = (now - self._last_end) / ended
             between = between + SMOOTHING * (lasted - between) if between else lasted
             self._last_end = now
-        self.load = Load(stats, rate, between, seconds)
+        self.load = Load(stats, rate, between)
 
 
 class Admission:

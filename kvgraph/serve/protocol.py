@@ -155,7 +155,9 @@ class CompletionRequest(Formatted, forbid_unknown_fields=True, kw_only=True):
         if not ids:
             return [one for one in given if not isinstance(one, int)]
         if len(ids) < len(given):
-            raise ServeError(400, "prompt: expected token ids alone, got text too", param="prompt")
+            raise ServeError(
+                400, "prompt: expected token ids alone, got other prompts too", param="prompt"
+            )
         return [ids]
 
     def require_supported(self) -> None:

@@ -94,9 +94,10 @@ def refusal(error: Exception, origin: str = "") -> ServeError:
 
     `origin`: field or fields of the grammar, if SamplingParams names it differently.
     """
-    message = without_id(str(error))
+    said, got, value = without_id(str(error)).partition(", got ")
     for name, own in ALIASES.items():
-        message = message.replace(own, name)
+        said = said.replace(own, name)
+    message = said + got + value
     kind, found, rest = message.partition(":")
     if origin and kind in KINDS:
         message = f"{origin}{found}{rest}"

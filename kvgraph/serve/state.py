@@ -28,7 +28,6 @@ def counts_of(stats: EngineStats, load: Load) -> dict[str, object]:
         "cached_tokens": stats.cached_tokens,
         "generated_tokens": stats.generated_tokens,
         "prefill_rate": load.prefill_rate,
-        "step_seconds": load.step_seconds,
     }
 
 

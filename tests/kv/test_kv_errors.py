@@ -339,6 +339,17 @@ def test_what_is_no_batch(kind: str, call: str) -> None:
             manager.alloc(5)
 
 
+@pytest.mark.parametrize("call", ["alloc_batch", "runtime_inputs", "step"])
+@pytest.mark.parametrize("kind", ["paged", "continuous", "padded"])
+def test_an_empty_list_is_an_empty_batch(kind: str, call: str) -> None:
+    """Of the only replica; two replicas have two batches."""
+    manager: Any = make_manager() if kind == "paged" else one_of_slots(kind)
+    getattr(manager, call)([])
+    two: Any = make_manager(dp=2)
+    with pytest.raises(RequestError, match=f"^{call}: expected 2 replica batches .* got 0$"):
+        getattr(two, call)([])
+
+
 def one_of_slots(kind: str) -> ContinuousBatchingKVCacheManager | PaddedKVCacheManager:
     kinds = {"continuous": ContinuousBatchingKVCacheManager, "padded": PaddedKVCacheManager}
     return kinds[kind](make_params(), 3, 24)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 
@@ -14,10 +16,12 @@ from kvgraph.contract.symbols import (
 from kvgraph.errors import BindingError, CapacityError, RequestError, UnsupportedError
 from kvgraph.kv.collection import ContinuousBatchingKVCacheCollection
 from kvgraph.kv.continuous import ContinuousBatchingKVCacheManager
+from kvgraph.kv.manager import KVCacheManager
 from kvgraph.kv.null import NullKVCacheManager
 from kvgraph.kv.padded import PaddedKVCacheManager
+from kvgraph.kv.paged import PagedKVCacheManager
 from kvgraph.kv.requests import TextContext
-from tests.support.builders import make_params
+from tests.support.builders import make_manager, make_params
 
 
 def make_continuous(dp: int = 1, tp: int = 1) -> ContinuousBatchingKVCacheManager:
@@ -25,6 +29,42 @@ def make_continuous(dp: int = 1, tp: int = 1) -> ContinuousBatchingKVCacheManage
     return ContinuousBatchingKVCacheManager(
         params, 4, 16, 2, params.devices, None, enable_runtime_checks=True
     )
+
+
+def make_padded(dp: int = 1, tp: int = 1) -> PaddedKVCacheManager:
+    params = make_params(tp, dp)
+    return PaddedKVCacheManager(params, 3, 16, 2, params.devices, None)
+
+
+def make_paged() -> PagedKVCacheManager:
+    return make_manager(max_seq_len=16)
+
+
+@pytest.mark.parametrize("make", [make_paged, make_continuous, make_padded])
+def test_max_seq_len_bounds_the_room(make: Callable[[], KVCacheManager]) -> None:
+    manager = make()
+    manager.claim("a")
+    manager.require_room("a", 16, 4)
+    assert manager.has_room(TextContext("a", range(16)))
+    with pytest.raises(RequestError, match=r"^request 'a': expected at most max_seq_len=16 .* 17$"):
+        manager.require_room("a", 17, 4)
+    long = TextContext("a", range(17))
+    assert not manager.has_room(long)
+    long.active_length = 4
+    assert not manager.has_room(long)
+
+
+def test_a_slot_is_as_long_as_a_context() -> None:
+    assert make_continuous().max_context_length == 16
+
+
+@pytest.mark.parametrize("kind", [ContinuousBatchingKVCacheManager, PaddedKVCacheManager])
+def test_memory_of_slots_that_are_no_whole_pages(kind: type[KVCacheManager]) -> None:
+    """Of 10 tokens; a page has 4."""
+    params = make_params()
+    nbytes = 3 * 10 * params.bytes_per_page // 4
+    assert kind.estimated_memory_size(params, 3, 10, None, 1 << 20) == nbytes
+    assert kind.infer_optimal_batch_size(params, 10, None, nbytes) == 3
 
 
 def test_slots_are_claimed_all_or_none() -> None:
@@ -37,11 +77,6 @@ def test_slots_are_claimed_all_or_none() -> None:
             claim()
         assert not manager.contains(0)
     assert manager.claim_slots(1) == [0]
-
-
-def make_padded(dp: int = 1, tp: int = 1) -> PaddedKVCacheManager:
-    params = make_params(tp, dp)
-    return PaddedKVCacheManager(params, 3, 16, 2, params.devices, None)
 
 
 def bind(manager: object, inputs: KVCacheInputs) -> dict[str, int]:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 import kvgraph
-from kvgraph.errors import DeviceError, MissingDependencyError, UnsupportedError
+from kvgraph.errors import DeviceError, MissingDependencyError
 from kvgraph.ops.native import library_path
 from kvgraph.runtime.sessions.onnxruntime import OnnxRuntimeSession, open_session
 
@@ -59,13 +59,6 @@ def test_a_provider_that_the_build_lacks_or_cannot_load(compiled: Callable[..., 
             open_session(ort, model, options_with_ops(), CUDA)
     else:
         pytest.skip("ONNX Runtime has a GPU here")
-
-
-def test_a_provider_that_an_artifact_is_not_for(compiled: Callable[..., Path]) -> None:
-    artifact = kvgraph.load(compiled("tiny-llama"))
-    sentence = rf"provider: expected one of \['{CPU}'\], which .*, got '{CUDA}'"
-    with pytest.raises(UnsupportedError, match=sentence):
-        OnnxRuntimeSession(artifact, provider=CUDA)
 
 
 def test_the_session_runs_on_the_provider_it_says(compiled: Callable[..., Path]) -> None:

@@ -62,6 +62,35 @@ def test_memory_that_the_system_refuses(monkeypatch: pytest.MonkeyPatch) -> None
         shared_file(24)
 
 
+def memory_files() -> set[str]:
+    """Descriptors of shared memory that this process has open."""
+    names = os.listdir("/proc/self/fd")
+    return {n for n in names if "memfd:kvgraph" in os.path.realpath(f"/proc/self/fd/{n}")}
+
+
+@pytest.mark.parametrize("name", ["Wire.send", "mapped"])
+def test_ranks_that_fail_to_meet_leave_no_memory(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    send = meeting.Wire.send
+
+    def fail(*given: Any, **more: Any) -> Any:
+        if name == "mapped" or "file" in more:
+            raise RankError("memory: expected it, got none")
+        return send(*given, **more)
+
+    monkeypatch.setattr(f"kvgraph.runtime.ranks.meeting.{name}", fail)
+    run, before = f"memory {os.getpid()}", memory_files()
+    with ThreadPoolExecutor() as pool:
+        ranks = [
+            pool.submit(meet, Launched(rank, 2, run), FACTS, 60.0)
+            for rank, meet in enumerate((meeting.lead, meeting.follow))
+        ]
+        for rank in ranks:
+            assert isinstance(rank.exception(), RankError)
+    assert memory_files() == before
+
+
 @pytest.mark.parametrize("rank", [0, 1])
 def test_ranks_hash_after_they_have_met(
     rank: int, two: Path, monkeypatch: pytest.MonkeyPatch

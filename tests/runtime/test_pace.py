@@ -170,6 +170,18 @@ def test_a_chunk_is_at_most_twice_the_one_before() -> None:
     assert pace.prompt_tokens(8, 1) == 96
 
 
+def test_prompts_without_a_measurable_cost_stay_bounded() -> None:
+    """Their learned time shrinks until a float cannot hold it."""
+    pace = StepPace()
+    for _ in range(4):
+        pace.learn(4, 0, 0.01)
+    pace.learn(4, 16, 0.02)
+    for _ in range(4000):
+        pace.learn(4, 16, 0.0099)
+    pace.learn(4, 0, 0.01)
+    assert pace.prompt_tokens(4, 1) == FIRST_CHUNK
+
+
 def test_nothing_is_bounded_where_no_row_decodes() -> None:
     pace = StepPace()
     assert pace.prompt_tokens(0, 4) is None

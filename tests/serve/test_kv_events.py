@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -220,6 +221,21 @@ def test_a_path_where_another_server_answers(tmp_path: Path) -> None:
     first.close()
     (tmp_path / "events").touch()  # one that was killed leaves its file
     KVEventPublisher(endpoint, None, "", 16, None).close()
+
+
+def test_a_thread_that_fails_closes_its_sockets(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Later events are dropped, as nothing sends them."""
+    told: list[Any] = []
+    monkeypatch.setattr(threading, "excepthook", told.append)
+    publisher = KVEventPublisher("inproc://events", "inproc://replay", "", 16, None)
+    monkeypatch.setattr(publisher, "_blocks", lambda events: 1 / 0)
+    publisher.publish([journal.PagesCleared()])
+    publisher._thread.join(SECONDS)
+    publisher.publish([journal.PagesCleared()])
+    publisher.close()
+    assert [each.exc_type for each in told] == [ZeroDivisionError]
+    assert all(each.closed for each in publisher._sockets)
+    assert publisher._queue.empty()
 
 
 def test_a_topic_that_is_no_text(tmp_path: Path) -> None:

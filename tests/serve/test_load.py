@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -52,6 +54,13 @@ def test_ends_that_come_more_often_are_learnt(monkeypatch: pytest.MonkeyPatch) -
         now += seconds
         meter.after_step([Token("a", 5, "a", "stop")])
         assert meter.load.finish_seconds == pytest.approx(found)
+
+
+def test_a_slot_counts_as_one_page(compiled: Callable[..., Path]) -> None:
+    """Its pages are those of `EngineStats.num_pages`."""
+    engine = Engine(compiled("tiny-llama", cache="continuous"), num_threads=1, max_batch_size=2)
+    facts = facts_of(engine)
+    assert (facts.num_pages, facts.page_size) == (2, engine.model.max_seq_len)
 
 
 def test_more_choices_than_a_queue_holds_wait_for_no_empty_server(engine: Engine) -> None:

@@ -8,9 +8,11 @@ from typing import Any
 import pytest
 
 from kvgraph import SamplingParams
+from kvgraph.errors import RequestError
 from kvgraph.runtime.sampling_params import ALIASES
+from kvgraph.serve.errors import ServeError
 from kvgraph.serve.protocol import CompletionRequest, Sampled
-from kvgraph.serve.sampling import COPIED, sampling_of
+from kvgraph.serve.sampling import COPIED, refusal, sampling_of
 
 GIVEN: dict[str, Any] = {
     "n": 2,
@@ -51,6 +53,33 @@ def test_each_field_reaches_the_sampler(name: str) -> None:
     value = tuple(GIVEN[name]) if isinstance(GIVEN[name], list) else GIVEN[name]
     assert value != getattr(sampled(), name)
     assert getattr(sampled(**{name: GIVEN[name]}), name) == value
+
+
+@pytest.mark.parametrize(
+    ("said", "sentence", "param"),
+    [
+        (
+            "request 'r': min_new_tokens: expected at most max_new_tokens=2, got 3",
+            "min_tokens: expected at most max_tokens=2, got 3",
+            "min_tokens",
+        ),
+        (
+            "messages[0].role: expected text, got 'max_new_tokens', got it",
+            "messages[0].role: expected text, got 'max_new_tokens', got it",
+            "messages[0].role",
+        ),
+    ],
+)
+def test_only_names_of_fields_are_renamed(said: str, sentence: str, param: str) -> None:
+    refused = refusal(RequestError(said))
+    assert (refused.message, refused.param) == (sentence, param)
+
+
+def test_a_list_of_prompts_that_are_of_two_kinds() -> None:
+    for prompt in ([1, [2, 3]], [1, "a"]):
+        with pytest.raises(ServeError) as caught:
+            CompletionRequest(prompt=prompt).prompts  # type: ignore[arg-type]  # noqa: B018
+        assert caught.value.message == "prompt: expected token ids alone, got other prompts too"
 
 
 def test_token_ids_of_a_bias_are_numbers() -> None:

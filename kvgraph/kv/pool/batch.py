@@ -32,7 +32,7 @@ from kvgraph.errors import CapacityError, RequestError
 from kvgraph.kv.pool.identity import PoolSettings
 from kvgraph.kv.pool.leaf import Leaf
 from kvgraph.kv.pool.rows import Phase, Row, row_of
-from kvgraph.kv.requests import MAX_STEPS, RequestID, TextContext, require_context
+from kvgraph.kv.requests import MAX_STEPS, RequestID, TextContext, no_part, require_context
 
 Extents = tuple[list[int], int, int, int, int]
 """Measures of a batch: cache lengths, longest new run, longest context, table width, steps."""
@@ -144,7 +144,7 @@ class ReplicaBatch:
             if total + extra > row.capacity:
                 raise _too_few_pages(row, total + extra)
             if new < 0 or total > ctx.current_length:
-                raise _no_part(ctx)
+                raise no_part(ctx, new)
             if new > longest_new:
                 longest_new = new
             if total > longest:
@@ -206,14 +206,6 @@ class ReplicaBatch:
                 f"got {max_cache_length} tokens in {pages} pages"
             )
         return pages
-
-
-def _no_part(ctx: TextContext) -> RequestError:
-    rest = ctx.current_length - ctx.processed_length
-    return RequestError(
-        f"active_length of {ctx.request_id!r}: expected 0 to {rest} tokens, the rest of "
-        f"{ctx.current_length}, got {ctx.active_length}"
-    )
 
 
 def _too_few_pages(row: Row, tokens: int) -> CapacityError:

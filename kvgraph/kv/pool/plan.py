@@ -15,7 +15,7 @@ from kvgraph.kv.pool.identity import PoolSettings
 from kvgraph.kv.pool.leaf import Leaf
 from kvgraph.kv.pool.lookup import PrefixLookup
 from kvgraph.kv.pool.rows import CLAIMED, LOADING, Row
-from kvgraph.kv.requests import TextContext
+from kvgraph.kv.requests import TextContext, no_part
 
 Loadable = Callable[[int, TextContext], Sequence[Container[bytes]] | None]
 """Function (replica, request) -> digests of loadable pages per leaf; None if nothing is known."""
@@ -103,10 +103,7 @@ class Planner:
     ) -> RowPlan:
         processed, active = ctx.processed_length, ctx.active_length
         if not 0 <= active <= ctx.current_length - processed:
-            raise RequestError(
-                f"active_length of {ctx.request_id!r}: expected 0 to "
-                f"{ctx.current_length - processed} unprocessed tokens, got {active}"
-            )
+            raise no_part(ctx, active)
         hit, root, digests = 0, row.root, row.digests
         loads: Sequence[Sequence[int]] = ()
         if row.phase is LOADING:

@@ -103,11 +103,11 @@ class PageTransfer:
         answer: JsonObject,
     ) -> int:
         if way == "shared_memory":
-            with _ending(connection, TransferError), _filled_block(leaves) as name:
+            with _ending(connection), _filled_block(leaves) as name:
                 _send(connection, {"block": name})
                 return _count(_receive(connection))
         if way == "nixl":
-            with _ending(connection, TransferError):
+            with _ending(connection):
                 self._nixl.write(leaves, answer["nixl"])
             _send(connection, {"done": True})
         else:
@@ -224,11 +224,11 @@ def _unbroken(connection: Connection) -> Iterator[None]:
 
 
 @contextmanager
-def _ending(connection: Connection, error: type[Exception]) -> Iterator[None]:
-    """Close the connection after an `error`, so that the receiver does not wait for ever."""
+def _ending(connection: Connection) -> Iterator[None]:
+    """Close the connection after a TransferError, so that the receiver does not wait for ever."""
     try:
         yield
-    except error:
+    except TransferError:
         connection.close()
         raise
 

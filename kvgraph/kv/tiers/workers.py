@@ -386,7 +386,7 @@ class TierWorkers:
             for store in self._stores:
                 if keys:
                     store.touch(keys)
-                if self._unflushed:  # only this thread uses it
+                if self._unflushed:  # only this thread changes it
                     store.flush()
         finally:
             with self._changed:

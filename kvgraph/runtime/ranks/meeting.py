@@ -44,9 +44,12 @@ def lead(own: Launched, facts: Facts, timeout: float) -> tuple[Group, list[Wire]
         pids = _welcome(own, facts, timeout, wires)
         wires.sort(key=lambda wire: wire.peer)
         file = shared_file(shared_bytes(own.size))
-        for wire in wires:
-            wire.send({"pids": pids}, file=file)
-        return _group(file, own, pids, timeout), wires
+        try:
+            for wire in wires:
+                wire.send({"pids": pids}, file=file)
+            return _group(file, own, pids, timeout), wires
+        finally:
+            os.close(file)
     except BaseException as error:
         for wire in wires:
             with suppress(RankError):  # a rank that has ended needs no answer
@@ -121,7 +124,10 @@ def follow(own: Launched, facts: Facts, timeout: float) -> tuple[Group, Wire]:
             raise RankError(said["refused"])
         assert file is not None
         wire.limit(None)
-        group = _group(file, own, said["pids"], timeout)
+        try:
+            group = _group(file, own, said["pids"], timeout)
+        finally:
+            os.close(file)
         wire.watch(group.exit(0))
         return group, wire
     except BaseException:
@@ -145,7 +151,6 @@ def _runs_on(pid: int) -> bool:
 
 def _group(file: int, own: Launched, pids: Sequence[int], timeout: float) -> Group:
     memory = mapped(file, (shared_bytes(own.size),), "uint8")
-    os.close(file)
     exits = [-1 if pid == os.getpid() else os.pidfd_open(pid) for pid in pids]
     return Group(memory, own.rank, own.size, exits, timeout)
 

@@ -3,9 +3,9 @@
 Decisions: execution is sequential (the parallel executor does not order two users of an in-place
 buffer). Every pool's memory is bound to both its input and its output, so it is never copied. The
 custom-op library is compiled against no version of ONNX Runtime, and runs in its builds for CPU
-and for GPU. Another provider would copy the pools of a CPU graph back and forth, so it is refused;
-so is the provider that ONNX Runtime falls back to if it cannot load the requested one. The session
-of a CUDA graph is in onnxruntime_cuda.py.
+and for GPU. Another provider would copy the pools of a CPU graph back and forth, so it is never
+used. A provider that ONNX Runtime falls back to, if it cannot load the requested one, is refused.
+The session of a CUDA graph is in onnxruntime_cuda.py.
 
 Decision: a step's values are bound once. Pools stay bound while they are the same arrays; small
 inputs are copied into fixed memory, which is bound again if a shape changes; logits go to one of
@@ -59,7 +59,6 @@ from kvgraph.errors import (
     KernelError,
     KVGraphError,
     MissingDependencyError,
-    UnsupportedError,
 )
 from kvgraph.ops import native
 from kvgraph.runtime.external import require_places
@@ -77,8 +76,7 @@ EXTERNAL_FOLDER = "session.model_external_initializers_file_folder_path"
 
 UPGRADE = "pip install --upgrade 'kvgraph[onnx]'"
 
-PROVIDERS = ("CPUExecutionProvider",)
-"""Providers for an artifact for the CPU, the default first."""
+PROVIDER = "CPUExecutionProvider"
 
 
 class OnnxRuntimeSession(Session):
@@ -86,23 +84,15 @@ class OnnxRuntimeSession(Session):
 
     `num_threads`: of ONNX Runtime, and of the kernels' global pool, which runs the sampler. After
     `onnxruntime.set_global_thread_pool_sizes`, ONNX Runtime uses that pool instead.
-    UnsupportedError for a `provider` that the artifact is not compiled for.
     """
 
     step_tokens = 768  # see the module's docstring
     runs_in_one_call = True
     mapped = (WEIGHTS_NAME,)
 
-    def __init__(
-        self, artifact: ArtifactFolder, num_threads: int | None = None, provider: str = PROVIDERS[0]
-    ) -> None:
+    def __init__(self, artifact: ArtifactFolder, num_threads: int | None = None) -> None:
         super().__init__(artifact)
         ort = import_onnxruntime()
-        if provider not in PROVIDERS:
-            raise UnsupportedError(
-                f"onnxruntime: provider: expected one of {list(PROVIDERS)}, which the "
-                f"artifact is compiled for, got {provider!r}"
-            )
         options = ort.SessionOptions()
         options.execution_mode = ort.ExecutionMode.ORT_SEQUENTIAL
         options.intra_op_num_threads = num_threads or default_threads()
@@ -113,7 +103,7 @@ class OnnxRuntimeSession(Session):
         path = artifact.file(ONNX_NAME)
         weights = artifact.file(WEIGHTS_NAME).parent
         require_places(artifact)
-        self._session = open_session(ort, path, options, provider, weights=weights)
+        self._session = open_session(ort, path, options, PROVIDER, weights=weights)
         require_graph(self._session, path, self.signature)
         self._binding = self._session.io_binding()
         self._inputs = [_bound(self._binding, symbol) for symbol in self.signature.inputs]

@@ -43,11 +43,10 @@ class _Run:
 
     def refuse(self, why: str) -> None:
         """Raise RequestError in `submit`, or end the stream if `submit` has returned."""
-        request_id = self.stream.request_id
         if not self.answered.done():
             self.answered.set_exception(RequestError(why))
         elif not self.stream.has_ended:
-            self.stream.give([failed(request_id, f"request {request_id!r}: {why}")])
+            self.stream.give([failed(self.stream.request_id, why)])
 
     def cancel(self) -> None:
         if self.task is not None:

@@ -281,12 +281,11 @@ def _sum(parts: Sequence[EngineStats]) -> EngineStats:
 
 
 def _together(loads: Sequence[Load], gone: Iterable[EngineStats]) -> Load:
-    """The load of all replicas: rates are summed, and the longest step counts."""
+    """The load of all replicas: rates are summed."""
     ends = sum([1 / load.finish_seconds for load in loads if load.finish_seconds])
     return replace(
         loads[0],
         stats=_sum([*(load.stats for load in loads), *gone]),
         prefill_rate=sum([load.prefill_rate or 0.0 for load in loads]) or None,
         finish_seconds=1 / ends if ends else 0.0,
-        step_seconds=max([load.step_seconds for load in loads]),
     )

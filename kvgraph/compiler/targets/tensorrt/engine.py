@@ -46,7 +46,7 @@ outputs."""
 DISTRIBUTIONS = {RTX: "tensorrt-rtx", ENTERPRISE: "tensorrt"}
 INSTALL = {RTX: "pip install 'kvgraph[tensorrt]'", ENTERPRISE: "pip install tensorrt"}
 
-MAX_STEPS = 64
+PROFILE_STEPS = 64
 """Most rows of `max_lengths` in a profile."""
 
 MAX_PAGE_SLOTS = 1 << 20
@@ -86,7 +86,7 @@ def profiles_of(
     names = {dim for symbol in signature.inputs for dim in symbol.symbolic_dims}
     tokens = min(max_batch_tokens, max_batch_size * max_seq_len)
     width = ceildiv(max_seq_len, _page_size(signature))
-    ranges = {BATCH_SIZE: max_batch_size, NUM_LOGITS: max_batch_size, NUM_STEPS: MAX_STEPS}
+    ranges = {BATCH_SIZE: max_batch_size, NUM_LOGITS: max_batch_size, NUM_STEPS: PROFILE_STEPS}
     ranges |= {n: MAX_PAGE_SLOTS for n in names if n.endswith(NUM_PAGE_SLOTS)}
     ranges |= {n: width for n in names if n.endswith(MAX_NUM_PAGES)}
     return [
