@@ -145,19 +145,16 @@ def compile(
 
     with pipeline.opened(model) as source, _on_host():
         progress("reading the model")
-        text = {
-            "tokenizer": tokenizer,
-            "eos_token_ids": eos_token_ids,
-            "bos_token_id": bos_token_id,
-        }
         loaded, notes = pipeline.load_model(
             source,
-            request.float32,
-            dtype,
-            vocab_size,
-            max_seq_len,
-            request.support.weightless,
-            text,
+            float32=request.float32,
+            weightless=request.support.weightless,
+            dtype=dtype,
+            vocab_size=vocab_size,
+            max_seq_len=max_seq_len,
+            tokenizer=tokenizer,
+            eos_token_ids=eos_token_ids,
+            bos_token_id=bos_token_id,
         )
         weights = request.settled_weights(loaded.stored_dtype, is_quantized=loaded.is_quantized)
         has_pages = request.cache == KVCacheStrategy.PAGED

@@ -10,14 +10,16 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from textwrap import indent, wrap
 
 import kvgraph
 from kvgraph import ops
-from kvgraph.ops.signatures import stub
 from tools import commands
 
 PACKAGE = Path(__file__).parents[1] / "kvgraph"
 END = "# end of generated\n"
+STUB_WIDTH = 88
+"""Width of a docstring's lines, so that they fit when they are indented."""
 
 
 def names() -> str:
@@ -30,11 +32,29 @@ def names() -> str:
 
 def signatures() -> str:
     """The ops as functions over torch tensors."""
-    functions = "\n".join(stub(spec) for spec in ops.ALL_SPECS)
+    functions = "\n".join(_stub(spec) for spec in ops.ALL_SPECS)
     body = "    from torch import Tensor\n\n" + "".join(
         f"    {line}\n" if line else "\n" for line in functions.splitlines()
     )
     return "if TYPE_CHECKING:\n" + body
+
+
+def _stub(spec: ops.OpSpec) -> str:
+    """The op as a function for type checkers, without a body."""
+    parameters = [
+        f"{o.name}: Tensor | None = None" if o.optional else f"{o.name}: Tensor"
+        for o in spec.inputs
+    ]
+    parameters += ["*"] if spec.attributes else []
+    parameters += [
+        f"{a.name}: {a.kind}" + ("" if a.default is None else f" = {a.default}")
+        for a in spec.attributes
+    ]
+    count = len(spec.results)
+    returned = "Tensor" if count == 1 else f"tuple[{', '.join(['Tensor'] * count)}]"
+    body = "\n".join([*wrap(f'"""{spec.doc}"""', STUB_WIDTH), "..."])
+    head = f"def {spec.name}({', '.join(parameters)}) -> {returned if count else None}:"
+    return f"{head}\n{indent(body, '    ')}\n"
 
 
 BLOCKS: dict[Path, tuple[str, Callable[[], str]]] = {

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 from kvgraph.bench.figures import Figure
 from kvgraph.bench.run import Report
 from kvgraph.contract.files import replacing, require_replaceable
-from kvgraph.errors import MissingDependencyError, RequestError
+from kvgraph.contract.loading import require_package
+from kvgraph.errors import RequestError
 from kvgraph.plural import plural
 
 if TYPE_CHECKING:
@@ -27,12 +28,7 @@ def check_plot(path: Path) -> None:
     if path.suffix not in SUFFIXES:
         raise RequestError(f"plot: expected a file {' or '.join(SUFFIXES)}, got {path}")
     require_replaceable(path, _is_picture, "an earlier picture of kvgraph bench")
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError as error:
-        raise MissingDependencyError(
-            "matplotlib: needed for --plot, not installed; pip install 'kvgraph[bench]'"
-        ) from error
+    require_package("matplotlib", "needed for --plot", "pip install 'kvgraph[bench]'")
 
 
 def write_plot(report: Report, path: Path) -> None:

@@ -171,9 +171,7 @@ def require_ranks(
 
 def _require_page_size(page_size: int) -> None:
     if not 1 <= page_size <= MAX_PAGE_SIZE:
-        raise UnsupportedError(
-            f"page_size: expected 1 to {MAX_PAGE_SIZE} tokens from the cpu kernels, got {page_size}"
-        )
+        raise UnsupportedError(f"page_size: expected 1 to {MAX_PAGE_SIZE} tokens, got {page_size}")
 
 
 def _step_bounds(

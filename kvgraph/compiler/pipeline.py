@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -23,10 +23,10 @@ from kvgraph.compiler.frontends.gguf import as_folder
 from kvgraph.compiler.options import CompileRequest
 from kvgraph.compiler.quiet import first_line
 from kvgraph.compiler.targets import Lowered
-from kvgraph.contract.backends import imported
+from kvgraph.contract.backends import ONNX_TOOLS, imported
 from kvgraph.contract.devices import virtual_devices
 from kvgraph.contract.dtypes import ACTIVATIONS, WEIGHT_BITS
-from kvgraph.contract.loading import unimportable
+from kvgraph.contract.loading import require_package
 from kvgraph.contract.params import (
     KVCacheParams,
     KVCacheStrategy,
@@ -43,10 +43,6 @@ if TYPE_CHECKING:
 
     from kvgraph.compiler.model import Model
     from kvgraph.compiler.traced import Traced
-
-
-COMPILE_EXTRA = ("torch", "transformers", "onnx", "onnx-ir", "onnxscript")
-"""Distributions of the extra `compile` whose versions an artifact names."""
 
 
 def require_rankable(model: str | Path | nn.Module, ranks: int) -> None:
@@ -76,18 +72,21 @@ def opened(model: str | Path | nn.Module) -> Iterator[Path | nn.Module]:
 
 def load_model(
     model: Path | nn.Module,
+    *,
     float32: bool,
-    dtype: str | None,
-    vocab_size: int | None,
-    max_seq_len: int | None,
     weightless: bool,
-    text: Mapping[str, Any],
+    dtype: str | None = None,
+    vocab_size: int | None = None,
+    max_seq_len: int | None = None,
+    tokenizer: str | Path | None = None,
+    eos_token_ids: int | Iterable[int] | None = None,
+    bos_token_id: int | None = None,
 ) -> tuple[Model, list[str]]:
     """The model in a dtype that the backend computes in, and notes on conversions.
 
     `float32`: the backend computes in float32 only, as ONNX Runtime's CPU kernels do.
     `weightless`: a checkpoint's weights stay on disk, if that is possible.
-    `text`: `tokenizer`, `eos_token_ids` and `bos_token_id` for an nn.Module.
+    `vocab_size`, `tokenizer`, `eos_token_ids`, `bos_token_id`: for an nn.Module alone.
     """
     if dtype is not None and dtype not in ACTIVATIONS:
         raise UnsupportedError(f"dtype: expected one of {list(ACTIVATIONS)}, got {dtype!r}")
@@ -96,7 +95,13 @@ def load_model(
 
     if not isinstance(model, Path):
         loaded = module.load(
-            model, vocab_size=vocab_size, max_seq_len=max_seq_len, dtype=dtype, **text
+            model,
+            vocab_size=vocab_size,
+            max_seq_len=max_seq_len,
+            dtype=dtype,
+            tokenizer=tokenizer,
+            eos_token_ids=eos_token_ids,
+            bos_token_id=bos_token_id,
         )
         if loaded.dtype not in ACTIVATIONS:
             raise UnsupportedError(
@@ -109,7 +114,13 @@ def load_model(
                 f"weights, got a module in {loaded.dtype}; give module.float(), or backend 'torch'"
             )
         return loaded, []
-    for name, value in {"vocab_size": vocab_size, **text}.items():
+    of_module = {
+        "vocab_size": vocab_size,
+        "tokenizer": tokenizer,
+        "eos_token_ids": eos_token_ids,
+        "bos_token_id": bos_token_id,
+    }
+    for name, value in of_module.items():
         if value is not None:
             raise UnsupportedError(
                 f"{name}: expected None for a model folder, which has its own, got {value!r}"
@@ -139,18 +150,14 @@ def require_tools(tools: Sequence[str]) -> None:
     """Raise MissingDependencyError if one of `tools`, distributions, is not installed though it is
     of the extra `compile`. It does not import them."""
     for tool in tools:
-        if tool in COMPILE_EXTRA and find_spec(tool.replace("-", "_")) is None:
+        if tool in ONNX_TOOLS and find_spec(tool.replace("-", "_")) is None:
             raise MissingDependencyError(
                 f"{tool}: needed to compile, not installed; pip install 'kvgraph[compile]'"
             )
 
 
 def _fit_threads() -> None:
-    try:
-        import torch
-    except (ImportError, OSError) as error:
-        install = "pip install 'kvgraph[compile]'"
-        raise unimportable("torch", "needed to compile", error, install) from error
+    torch = require_package("torch", "needed to compile", "pip install 'kvgraph[compile]'")
     if threads := fitting_threads(None):
         torch.set_num_threads(threads)
 

@@ -20,7 +20,8 @@ from kvgraph.compiler.options import resolve
 from kvgraph.compiler.reserve import Reserve
 from kvgraph.contract.dims import ceildiv
 from kvgraph.contract.dtypes import WEIGHT_BITS
-from kvgraph.errors import MissingDependencyError, ParamsError, UnsupportedError
+from kvgraph.contract.loading import require_package
+from kvgraph.errors import ParamsError, UnsupportedError
 from kvgraph.kv.memory import DEFAULT_BATCH_TOKENS
 
 ROWS = (1, 64)
@@ -224,14 +225,9 @@ class _Describer:
             return RankedModel(self(1).model, ranks, str(refusal))
 
     def _ask(self, why: str, ranks: int) -> ModelSizes:
-        try:
-            import torch  # noqa: F401
-            import transformers  # noqa: F401
-        except ImportError as missing:
-            raise MissingDependencyError(
-                f"{missing.name}: needed to plan {self.folder}, since {why}, not installed; "
-                "pip install 'kvgraph[compile]'"
-            ) from missing
+        need = f"needed to plan {self.folder}, since {why}"
+        for name in ("torch", "transformers"):
+            require_package(name, need, "pip install 'kvgraph[compile]'")
         self.progress(f"asking transformers, since {why}")
         from kvgraph.compiler.frontends import measured
 

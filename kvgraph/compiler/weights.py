@@ -136,9 +136,9 @@ class Weights:
                 f"weights: {self.plain} for {len(self.wide)} {plural('layer', len(self.wide))}, "
                 f"since kernels sum at most {MOST_SUMMED} inputs in int8 or int4 without groups"
             )
-        if self.inputs_rounded:
+        if count := len(self.inputs_rounded):
             notes.append(
-                f"weights: inputs of {len(self.inputs_rounded)} linear layers are rounded to 8 "
+                f"weights: inputs of {count} linear {plural('layer', count)} are rounded to 8 "
                 "bits, a scale for each row, since the checkpoint was made for rounded inputs"
             )
         return notes

@@ -92,6 +92,7 @@ class Backend:
 REFERENCE = Runner(name="reference", entry="kvgraph.runtime.sessions.reference:ReferenceSession")
 TORCH_TOOLS = ("torch", "transformers")
 ONNX_TOOLS = (*TORCH_TOOLS, "onnx", "onnx-ir", "onnxscript")
+"""Distributions of the extra `compile` whose versions an artifact names."""
 
 OURS = (
     Backend(
@@ -237,7 +238,7 @@ def find_backend(name: str, kind: str | None = None) -> Backend:
         return found
     ours = [each for each in OURS if kind is None or kind in each.targets]
     ours.sort(key=lambda each: kind is None or not each.targets[kind].is_default)
-    others = {point.name for point in _entry_points()} - {name}
+    others = {point.name for point in _entry_points() if point.name != name}
     known = [*(each.name for each in ours), *sorted(others)]
     where = f" for target {kind}" if kind else ""
     raise UnsupportedError(f"backend: expected one of {known}{where}, got {name!r}")

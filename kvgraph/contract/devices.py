@@ -10,6 +10,7 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
+from kvgraph.contract.values import require_integer, shown
 from kvgraph.errors import DeviceError, UnsupportedError
 
 CUDA_ARCHS = ("sm_75", "sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120", "sm_121")
@@ -92,6 +93,8 @@ class Target:
 
     @classmethod
     def parse(cls, text: str) -> Target:
+        if not isinstance(text, str):
+            raise UnsupportedError(f"target: expected text such as 'cpu', got {shown(text)}")
         kind, _, listed = text.partition(":")
         archs = tuple(dict.fromkeys(listed.split(","))) if listed else ()
         known = {"cpu": CPU_ISAS, "cuda": CUDA_ARCHS}.get(kind)
@@ -121,7 +124,7 @@ class Device:
     virtual: bool
 
     def __init__(self, name: str, *, arch: str | None = None, virtual: bool = False) -> None:
-        match = re.fullmatch(r"(cpu|cuda)(?::(\d+))?", name)
+        match = re.fullmatch(r"(cpu|cuda)(?::(\d+))?", name) if isinstance(name, str) else None
         if match is None:
             raise UnsupportedError(f"device: expected cpu, cuda or cuda:INDEX, got {name!r}")
         if arch is not None:
@@ -156,6 +159,5 @@ def virtual_devices(target: str, count: int = 1) -> list[Device]:
     """
     parsed = Target.parse(target)
     arch = parsed.archs[0] if parsed.archs else None
-    if count < 1:
-        raise UnsupportedError(f"virtual_devices: expected a count >= 1, got {count}")
+    count = require_integer("count", count, UnsupportedError, least=1)
     return [Device(f"{parsed.kind}:{i}", arch=arch, virtual=True) for i in range(count)]

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import errno
 import os
+from importlib import import_module
+from types import ModuleType
 
 import numpy as np
 
 from kvgraph.errors import MissingDependencyError
+from kvgraph.signal_handlers import reraise_if_signalled
 
 NOT_MAPPED = "failed to map segment"
 """Part of the error of the system's loader for a library in a folder that is mounted noexec, and
@@ -38,16 +41,32 @@ def with_step(sentence: str, why: str) -> str:
     return f"{sentence}; {step}" if step else sentence
 
 
-def unimportable(name: str, need: str, error: Exception, install: str) -> MissingDependencyError:
-    """Return the error for a package `name` whose import raised `error`.
+def require_package(module: str, need: str, install: str, package: str = "") -> ModuleType:
+    """Import and return `module`; the error of `unimportable` if that fails for another reason
+    than memory."""
+    try:
+        return import_module(module)
+    except MemoryError:
+        raise
+    except Exception as error:
+        reraise_if_signalled(error)
+        raise unimportable(module, need, error, install, package) from error
 
-    `need`: such as "needed to compile"; `install`: a `pip install` command.
+
+def unimportable(
+    module: str, need: str, error: Exception, install: str, package: str = ""
+) -> MissingDependencyError:
+    """Return the error for a `module` whose import raised `error`.
+
+    `need`: such as "needed to compile"; `install`: a `pip install` command; `package`: its name
+    for pip if the module has another one.
     """
-    if isinstance(error, ModuleNotFoundError) and error.name == name:
-        return MissingDependencyError(f"{name}: {need}, not installed; {install}")
+    package = package or module.partition(".")[0]
+    if isinstance(error, ModuleNotFoundError) and f"{module}.".startswith(f"{error.name}."):
+        return MissingDependencyError(f"{package}: {need}, not installed; {install}")
     upgrade = install.replace("pip install", "pip install --upgrade")
     return MissingDependencyError(
-        f"{name}: {need}, installed, and it cannot be imported ({error!r} with NumPy "
+        f"{package}: {need}, installed, and it cannot be imported ({error!r} with NumPy "
         f"{np.__version__}); "
         f"{next_step(str(error), upgrade)}"
     )

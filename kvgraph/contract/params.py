@@ -120,10 +120,10 @@ LAYOUT_FIELDS = (
 """Fields that must mean the same in a manager and an artifact; all other fields may differ."""
 
 
-WHOLE = (
-    *("n_kv_heads", "head_dim", "num_layers", "v_head_dim", "page_size"),
-    "data_parallel_degree",
-)
+SIZES = ("n_kv_heads", "head_dim", "v_head_dim", "num_layers", "page_size")
+"""Fields of KVCacheParams that are sizes, at least 1."""
+
+WHOLE = (*SIZES, "data_parallel_degree")
 """Fields of KVCacheParams that are whole numbers."""
 
 SWITCHES = ("is_mla", "enable_prefix_caching", "allow_kv_head_replication")
@@ -191,7 +191,7 @@ class KVCacheParams:
     def _check_layout(self) -> None:
         if self.dtype not in ACTIVATIONS:
             raise ParamsError(f"dtype: expected one of {ACTIVATIONS}, got {self.dtype!r}")
-        for name in ("n_kv_heads", "head_dim", "v_head_dim", "num_layers", "page_size"):
+        for name in SIZES:
             if getattr(self, name) < 1:
                 raise ParamsError(f"{name}: expected >= 1, got {getattr(self, name)}")
         if self.v_head_dim > self.head_dim:
@@ -347,6 +347,9 @@ class KVCacheParams:
 
         `devices`: the default is one CPU for each shard of one replica.
         """
+        data_parallel_degree = require_integer(
+            "data_parallel_degree", data_parallel_degree, ParamsError, least=1
+        )
         if devices is None:
             devices = [Device(f"cpu:{i}") for i in range(shards_of(layout))]
         devices = as_devices(devices)

@@ -32,7 +32,8 @@ def parse_bytes(name: str, size: int | str) -> int:
 def size_text(count: float) -> str:
     """`count` bytes as text in the largest unit that fits, such as "1.5 GiB"."""
     for unit in ("B", "KiB", "MiB", "GiB"):
-        if count < 1024:
-            return f"{count:.1f} {unit}" if unit != "B" else f"{count:.0f} B"
+        digits = 0 if unit == "B" else 1
+        if round(count, digits) < 1024:
+            return f"{count:.{digits}f} {unit}"
         count /= 1024
     return f"{count:.1f} TiB"

@@ -13,6 +13,7 @@ from kvgraph.contract.symbols import (
     MultiKVCacheInputSymbols,
     paged_symbols,
 )
+from kvgraph.contract.values import shown
 from kvgraph.errors import ParamsError
 
 SHARED_FIELDS = (
@@ -41,16 +42,20 @@ class MultiKVCacheParams:
         cls, params: Mapping[str, KVCacheParams | MultiKVCacheParams]
     ) -> MultiKVCacheParams:
         """Make a tree of the given caches; ParamsError names a field in which two caches differ."""
+        if not isinstance(params, Mapping):
+            raise ParamsError(f"params: expected caches by name, got {shown(params)}")
         return cls(tuple(params.items()))
 
     def __post_init__(self) -> None:
         if not self.children:
             raise ParamsError("MultiKVCacheParams: expected at least one cache, got none")
-        for name, _ in self.children:
-            if not name.isidentifier() or name in LAYOUT_FIELDS:
+        for name, child in self.children:
+            if not isinstance(name, str) or not name.isidentifier() or name in LAYOUT_FIELDS:
                 raise ParamsError(
                     f"cache name: expected an identifier that is no layout field, got {name!r}"
                 )
+            if not isinstance(child, KVCacheParams | MultiKVCacheParams):
+                raise ParamsError(f"cache {name!r}: expected KVCacheParams, got {shown(child)}")
         names = [name for name, _ in self.children]
         for name in names:
             if names.count(name) > 1:

@@ -18,7 +18,8 @@ from dataclasses import dataclass, field
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from kvgraph.errors import KernelError, MissingDependencyError
+from kvgraph.contract.loading import require_package
+from kvgraph.errors import KernelError
 from kvgraph.kernels import sass, shapes, variants
 from kvgraph.kernels.shapes import AttentionShape
 from kvgraph.kernels.variants import Constant, Parameter, Variant
@@ -146,7 +147,8 @@ def compile_variant(variant: Variant, arch: str) -> Compiled:
     """Compile one variant; KernelError if Triton or its assembler fails, or if the kernel needs
     more than `arch` has."""
     capability = shapes.capability(arch)
-    triton = _import_triton()
+    install = "pip install 'kvgraph[cuda]'"
+    triton = require_package("triton", "needed to compile CUDA kernels", install)
     if triton.knobs.runtime.interpret:
         raise KernelError("ahead-of-time compile: TRITON_INTERPRET is set for this process")
     from triton.backends.compiler import GPUTarget
@@ -217,17 +219,6 @@ def _said(error: BaseException) -> str:
     while error.__cause__ is not None and not str(error).startswith("PTXAS"):
         error = error.__cause__
     return "\n".join(str(error).splitlines()[:6])
-
-
-def _import_triton() -> ModuleType:
-    try:
-        import triton
-    except ImportError as error:
-        raise MissingDependencyError(
-            "CUDA kernels need Triton to compile: pip install 'kvgraph[cuda]'"
-        ) from error
-    module: ModuleType = triton
-    return module
 
 
 def _source(variant: Variant) -> ASTSource:

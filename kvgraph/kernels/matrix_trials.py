@@ -29,6 +29,7 @@ from kvgraph.kernels.linear_plan import (
 from kvgraph.kernels.trials import Trial
 from kvgraph.kernels.variants import EXPERTS_UP, PLACE_TILES, Variant
 from kvgraph.ops import FUSED_EXPERTS, QUANTIZED_LINEAR, matrices, packed
+from kvgraph.ops._linear import OUT_FEATURES
 from kvgraph.ops.packed import E2M1, E4M3, INT8, INTEGERS
 
 WIDTHS = ("OUT", "OUT_1", "OUT_2")
@@ -151,9 +152,6 @@ def linear_trial(shape: LinearShape, arch: str, name: str, rows: int = 0) -> Tri
         "x": rng.standard_normal((rows, shape.in_features)).astype(kind),
         **_weight(rng, "", (shape.columns,), shape.in_features, shape),
     }
-    attributes = dict(
-        zip(("out_features", "out_features_1", "out_features_2"), shape.out_features, strict=True)
-    )
     found = QUANTIZED_LINEAR.reference(
         *(given[operand.name] for operand in QUANTIZED_LINEAR.inputs),
         bits=shape.bits,
@@ -161,7 +159,7 @@ def linear_trial(shape: LinearShape, arch: str, name: str, rows: int = 0) -> Tri
         codes=shape.codes,
         silu_mul=int(shape.gated),
         x_bits=8 if shape.rounds else 0,
-        **attributes,
+        **dict(zip(OUT_FEATURES, shape.out_features, strict=True)),
     )
     outs = zip(OUTS, found, strict=True)
     wanted = {out: array for out, array in outs if array.size}

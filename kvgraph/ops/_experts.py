@@ -20,7 +20,7 @@ import numpy as np
 
 from kvgraph.contract.dims import Array
 from kvgraph.ops import packed, packed_rules, spec
-from kvgraph.ops.packed import ACTIVATIONS, SILU, Rest, of_expert, panel_count
+from kvgraph.ops.packed import SILU, Rest, of_expert, panel_count
 
 
 def experts(
@@ -100,10 +100,7 @@ EXPERTS = spec.OpSpec(
     attributes=(
         spec.Attribute("inner_features", "int"),
         *packed_rules.ATTRIBUTES,
-        spec.Attribute("activation", "int", SILU),
-        spec.Attribute("alpha", "float", 1.0),
-        spec.Attribute("limit", "float", 0.0),
-        spec.Attribute("up_offset", "float", 0.0),
+        *packed_rules.GATE_ATTRIBUTES,
     ),
     reference=experts,
     rules=(
@@ -122,9 +119,6 @@ EXPERTS = spec.OpSpec(
         packed_rules.summed("inner_features"),
         spec.Rule("up: dim num_up_panels", _up_panels_fault),
         spec.Rule("down: dim num_down_panels", _down_panels_fault),
-        spec.Rule("activation", lambda activation: activation not in ACTIVATIONS and "0, 1 or 2"),
-        spec.finite("alpha"),
-        spec.at_least_0("limit"),
-        spec.finite("up_offset"),
+        *packed_rules.GATE_RULES,
     ),
 )

@@ -15,8 +15,8 @@ from __future__ import annotations
 import numpy as np
 
 from kvgraph.contract.dims import Array
-from kvgraph.ops import matrices, packed, spec
-from kvgraph.ops.packed import ACTIVATIONS, SILU, Rest, of_expert
+from kvgraph.ops import matrices, packed, packed_rules, spec
+from kvgraph.ops.packed import SILU, Rest, of_expert
 
 
 def fused_experts(
@@ -85,10 +85,7 @@ FUSED_EXPERTS = spec.OpSpec(
     attributes=(
         spec.Attribute("bits", "int", 0),
         *matrices.GROUP_ATTRIBUTES,
-        spec.Attribute("activation", "int", SILU),
-        spec.Attribute("alpha", "float", 1.0),
-        spec.Attribute("limit", "float", 0.0),
-        spec.Attribute("up_offset", "float", 0.0),
+        *packed_rules.GATE_ATTRIBUTES,
     ),
     reference=fused_experts,
     rules=(
@@ -98,9 +95,6 @@ FUSED_EXPERTS = spec.OpSpec(
         spec.Rule("up: dim up_rows", _up_rows_fault),
         *matrices.rules(_UP, "in_features", "inputs of x"),
         *matrices.rules(_DOWN, "up_rows", "inner features", share=2),
-        spec.Rule("activation", lambda activation: activation not in ACTIVATIONS and "0, 1 or 2"),
-        spec.finite("alpha"),
-        spec.at_least_0("limit"),
-        spec.finite("up_offset"),
+        *packed_rules.GATE_RULES,
     ),
 )

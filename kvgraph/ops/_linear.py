@@ -28,6 +28,9 @@ from kvgraph.contract.dims import Array
 from kvgraph.ops import packed, packed_rules, spec
 from kvgraph.ops.packed import COLUMNS, panel_count
 
+OUT_FEATURES = ("out_features", "out_features_1", "out_features_2")
+"""Attributes with the width of each output, of `quantized_linear` too."""
+
 
 def linear(
     x_MK: Array,

@@ -177,11 +177,6 @@ class Group:
         """Seconds that collectives have waited for other ranks."""
         return float(self._group.waited_ns) / 1e9
 
-    @property
-    def moved_bytes(self) -> int:
-        """Bytes of this rank's operands of collectives so far."""
-        return int(self._group.moved_bytes)
-
 
 def entered() -> Group | None:
     """The group that the calling thread entered last, if any."""

@@ -1,4 +1,4 @@
-"""Weights packed for the CPU (packed.py): operands of ops, and their rules."""
+"""Weights packed for the CPU (packed.py): operands of ops, and their rules. The gate of experts."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from kvgraph.ops import spec
 from kvgraph.ops.packed import (
+    ACTIVATIONS,
     CODE_BITS,
     COLUMNS,
     E2M1,
@@ -14,6 +15,7 @@ from kvgraph.ops.packed import (
     MOST_INPUTS,
     MOST_SUMMED,
     PER_LINE,
+    SILU,
     Form,
     least_group,
     num_groups,
@@ -53,6 +55,22 @@ ATTRIBUTES = (
     spec.Attribute("group", "int", 0),
     spec.Attribute("codes", "int", INTEGERS),
 )
+
+GATE_ATTRIBUTES = (
+    spec.Attribute("activation", "int", SILU),
+    spec.Attribute("alpha", "float", 1.0),
+    spec.Attribute("limit", "float", 0.0),
+    spec.Attribute("up_offset", "float", 0.0),
+)
+"""Attributes of the gate of experts (`packed.joined`)."""
+
+GATE_RULES = (
+    spec.Rule("activation", lambda activation: activation not in ACTIVATIONS and "0, 1 or 2"),
+    spec.finite("alpha"),
+    spec.at_least_0("limit"),
+    spec.finite("up_offset"),
+)
+"""Rules of GATE_ATTRIBUTES."""
 
 
 def known_codes(*without: int, of_rows: tuple[int, ...] = ()) -> spec.Rule:

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from inspect import Parameter, Signature
-from textwrap import indent, wrap
 from types import GenericAlias
 
 from kvgraph.ops.spec import Attribute, Operand, OpSpec
 
 ATTRIBUTE_TYPES = {"int": int, "float": float}
-STUB_WIDTH = 88
-"""Width of a docstring's lines, so that they fit when they are indented."""
 
 
 def signature_of(spec: OpSpec, tensor: type) -> Signature:
@@ -62,21 +59,3 @@ def _operand(operand: Operand, *, writes: bool = False) -> str:
 def _attribute(attribute: Attribute) -> str:
     default = "" if attribute.default is None else f", default {attribute.default}"
     return f"`{attribute.name}` {attribute.kind}{default}"
-
-
-def stub(spec: OpSpec) -> str:
-    """Source of the function for type checkers, without a body."""
-    parameters = [
-        f"{o.name}: Tensor | None = None" if o.optional else f"{o.name}: Tensor"
-        for o in spec.inputs
-    ]
-    parameters += ["*"] if spec.attributes else []
-    parameters += [
-        f"{a.name}: {a.kind}" + ("" if a.default is None else f" = {a.default}")
-        for a in spec.attributes
-    ]
-    count = len(spec.results)
-    returned = "Tensor" if count == 1 else f"tuple[{', '.join(['Tensor'] * count)}]"
-    body = "\n".join([*wrap(f'"""{spec.doc}"""', STUB_WIDTH), "..."])
-    head = f"def {spec.name}({', '.join(parameters)}) -> {returned if count else None}:"
-    return f"{head}\n{indent(body, '    ')}\n"

@@ -18,12 +18,13 @@ from collections import deque
 from collections.abc import Sequence
 from queue import SimpleQueue
 from threading import Thread
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import msgspec
 
+from kvgraph.contract.loading import require_package
 from kvgraph.contract.threads import threads_needed
-from kvgraph.errors import MissingDependencyError, RequestError
+from kvgraph.errors import RequestError
 from kvgraph.kv.pool.journal import Event, PageRemoved, PagesCleared, PageStored
 from kvgraph.serve.unix_socket import answers_at
 
@@ -81,7 +82,8 @@ class KVEventPublisher:
         self._queue: SimpleQueue[tuple[float, list[Event]] | None] = SimpleQueue()
         self._kept: deque[tuple[int, bytes]] = deque(maxlen=KEPT)
         self._encoder = msgspec.msgpack.Encoder()
-        self._zmq = _import()
+        install = "pip install 'kvgraph[events]'"
+        self._zmq = require_package("zmq", "needed for --kv-events", install, "pyzmq")
         self._context = self._zmq.Context()
         self._sockets: list[zmq.Socket[bytes]] = []
         self._replay: zmq.Socket[bytes] | None = None
@@ -212,13 +214,3 @@ def _encoded(topic: str) -> bytes:
 def block_hash(digest: bytes) -> int:
     """The last 64 bits of a page's digest, as the unsigned integer that routers use."""
     return int.from_bytes(digest[-8:], "big")
-
-
-def _import() -> Any:
-    try:
-        import zmq
-    except ImportError as error:
-        raise MissingDependencyError(
-            "pyzmq: needed for --kv-events, not installed; pip install 'kvgraph[events]'"
-        ) from error
-    return zmq

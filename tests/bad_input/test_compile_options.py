@@ -32,7 +32,7 @@ def test_page_size_that_the_kernels_lack(
     model_folder: ModelFolder, tmp_path: Path, page_size: int
 ) -> None:
     text = refused(model_folder("tiny-llama"), tmp_path, "--page-size", page_size)
-    assert text == f"page_size: expected 1 to 65536 tokens from the cpu kernels, got {page_size}"
+    assert text == f"page_size: expected 1 to 65536 tokens, got {page_size}"
 
 
 @pytest.mark.parametrize(
@@ -69,6 +69,8 @@ TENSORRT = {"backend": "tensorrt", "target": "cuda:sm_86"}
             {"backend": "tensorrt"},
             r"backend: .* \['onnx', 'torch'\] for target cpu, got 'tensorrt'",
         ),
+        ({"target": None}, "target: expected text such as 'cpu', got NoneType None"),
+        ({"backend": []}, r"backend: expected one of \['onnx', 'torch'\] .*, got \[\]"),
         ({"dtype": "int4"}, r"dtype: expected one of \['float32', .*\], got 'int4'"),
         (
             {"cache_dtype": "int4"},
@@ -265,17 +267,49 @@ def test_a_check_needs_the_session(
     kvgraph.compile(model_folder("tiny-llama"), tmp_path / "out", page_size=16, check=False)
 
 
+def run_with(place: Path, *command: object) -> subprocess.CompletedProcess[str]:
+    """A command in a process that finds modules in `place` first."""
+    code = f"import sys; sys.path.insert(0, {str(place)!r}); from kvgraph.cli import main; main()"
+    whole = [sys.executable, "-c", code, *map(str, command)]
+    return subprocess.run(whole, capture_output=True, text=True, check=False)
+
+
 def test_a_torch_that_cannot_be_imported(tmp_path: Path) -> None:
     (tmp_path / "torch.py").write_text(
         "raise OSError('libc10.so: failed to map segment from shared object')"
     )
-    code = (
-        f"import sys; sys.path.insert(0, {str(tmp_path)!r}); from kvgraph.cli import main; main()"
-    )
-    command = [sys.executable, "-c", code, "compile", "none", "-o", str(tmp_path / "out")]
-    done = subprocess.run([*command, "--no-check"], capture_output=True, text=True, check=False)
+    done = run_with(tmp_path, "compile", "none", "-o", tmp_path / "out", "--no-check")
     assert done.returncode == 2
     assert done.stderr.splitlines()[-1].startswith(
         "kvgraph: torch: needed to compile, installed, and it cannot be imported"
     )
     assert "raise the limit of memory" in done.stderr
+
+
+@pytest.mark.parametrize("error", ["ImportError", "RuntimeError"])
+@pytest.mark.parametrize(
+    ("command", "need"),
+    [
+        (("compile", "FOLDER", "-o", "OUT", "--no-check"), "needed to read a Hugging Face model"),
+        (("compile", "FILE", "-o", "OUT", "--no-check"), "needed to read a GGUF file"),
+        (("plan", "FOLDER", "--target", "cpu", "--memory", "1GiB"), "needed to plan FOLDER, since"),
+    ],
+)
+def test_transformers_that_cannot_be_imported(
+    tmp_path: Path, model_folder: ModelFolder, command: Sequence[str], need: str, error: str
+) -> None:
+    broken = tmp_path / "transformers"
+    broken.mkdir()
+    (broken / "__init__.py").write_text(f"raise {error}('tokenizers>=0.22 is required')")
+    (tmp_path / "x.gguf").write_bytes(b"GGUF")
+    places = {
+        "FOLDER": str(model_folder("phi3")),
+        "FILE": str(tmp_path / "x.gguf"),
+        "OUT": str(tmp_path / "out"),
+    }
+    done = run_with(tmp_path, *(places.get(each, each) for each in command))
+    said = done.stderr.splitlines()[-1]
+    assert said.startswith(f"kvgraph: transformers: {need.replace('FOLDER', places['FOLDER'])}")
+    assert f"installed, and it cannot be imported ({error}('tokenizers>=0.22 is" in said
+    assert said.endswith("pip install --upgrade 'kvgraph[compile]'")
+    assert done.returncode == 2

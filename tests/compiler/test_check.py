@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import errno
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
+import onnx
 import pytest
 import torch
 from torch import nn
@@ -17,10 +21,12 @@ import kvgraph
 from kvgraph import ops
 from kvgraph.compiler import packed_weights
 from kvgraph.compiler.check import compare, run
+from kvgraph.compiler.check.windows import with_windows_cut
 from kvgraph.compiler.checkpoint import Checkpoint
 from kvgraph.compiler.frontends import masks
 from kvgraph.compiler.streamed import Streamed
 from kvgraph.contract.manifest import read_manifest
+from kvgraph.ops import OPSET_DOMAIN
 from tests.support.artifacts import CHECKED
 from tests.support.models import make_model
 
@@ -213,6 +219,27 @@ def test_windows_that_the_rows_do_not_reach(
     manifest = kvgraph.compile(folder, tmp_path / "out", page_size=16)
     layers = "all layers" if most_bytes else "one layer of each kind (layer 0)"
     assert manifest.notes[-1] == CHECKED.replace("all layers", layers) + note
+
+
+@pytest.mark.parametrize("has_links", [True, False])
+def test_a_copy_with_shorter_windows(
+    has_links: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, out = tmp_path / "artifact", tmp_path / "copy"
+    (folder / "rank1").mkdir(parents=True)
+    out.mkdir()
+    (folder / "rank1" / "weights").write_bytes(b"abc")
+    node = onnx.helper.make_node("update_and_attend", [], ["y"], domain=OPSET_DOMAIN, window=64)
+    graph = onnx.helper.make_graph([node], "g", [], [])
+    onnx.save(onnx.helper.make_model(graph), folder / "model.onnx")
+    if not has_links:
+        refused = PermissionError(errno.EPERM, "Operation not permitted")
+        monkeypatch.setattr(os, "link", mock.Mock(side_effect=refused))
+    with_windows_cut(folder, out, 16)
+    assert (out / "rank1" / "weights").read_bytes() == b"abc"
+    assert (folder / "rank1" / "weights").stat().st_nlink == 1 + has_links
+    (made,) = onnx.load(out / "model.onnx").graph.node
+    assert [attribute.i for attribute in made.attribute] == [16]
 
 
 class Traced(nn.Module):

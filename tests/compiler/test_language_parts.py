@@ -154,7 +154,7 @@ def test_other_spellings_of_a_dtype(
     make_model("llama", tmp_path)
     changed(tmp_path, **({"dtype": None} | {name: given}))
     for weightless in (True, False):
-        loaded, _ = pipeline.load_model(tmp_path, True, None, None, None, weightless, {})
+        loaded, _ = pipeline.load_model(tmp_path, float32=True, weightless=weightless)
         assert (loaded.stored_dtype or loaded.dtype) == found
 
 
@@ -162,7 +162,7 @@ def test_a_dtype_that_no_activations_have(tmp_path: Path) -> None:
     make_model("llama", tmp_path)
     changed(tmp_path, dtype="float8_e4m3fn")
     with pytest.raises(UnsupportedError) as error:
-        pipeline.load_model(tmp_path, False, None, None, None, True, {})
+        pipeline.load_model(tmp_path, float32=False, weightless=True)
     assert str(error.value) == (
         f"{tmp_path}: dtype: expected one of ['float32', 'float16', 'bfloat16'] in config.json, "
         "got 'float8_e4m3fn'; give one with --dtype"
@@ -175,7 +175,7 @@ def test_a_dtype_that_the_whole_model_names(tmp_path: Path) -> None:
     config = json.loads((tmp_path / "config.json").read_text())
     parts = {part: {**config[part], "dtype": None} for part in ("text_config", "vision_config")}
     changed(tmp_path, **parts, dtype=None, torch_dtype="bfloat16")
-    loaded, notes = pipeline.load_model(tmp_path, True, None, None, None, True, {})
+    loaded, notes = pipeline.load_model(tmp_path, float32=True, weightless=True)
     assert loaded.stored_dtype == "bfloat16"
     assert notes[0].startswith("activations: bfloat16 converted to float32")
 

@@ -285,7 +285,7 @@ def test_other_activations_than_float32_stay() -> None:
     given = (x.bfloat16(), ids, weights.bfloat16())
     program = torch.export.export(module, given)
     (sentence,) = packed_by(pack_experts, program, 16).unmatched
-    assert sentence.endswith("expected float32, got torch.bfloat16")
+    assert sentence.endswith("expected torch.float32, got torch.bfloat16")
 
 
 @pytest.mark.parametrize(("most", "expected"), [(32, 8), (31, 16)])

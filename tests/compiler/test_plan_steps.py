@@ -84,7 +84,7 @@ def test_a_refusal_says_what_no_shorter_step_saves(model_folder: Callable[[str],
         ),
         (
             {"page_size": 1 << 17},
-            "page_size: expected 1 to 65536 tokens from the cpu kernels, got 131072",
+            "page_size: expected 1 to 65536 tokens, got 131072",
         ),
         ({"tp": 0}, "tp: expected 1 to 64 ranks, got 0"),
     ],

@@ -56,6 +56,14 @@ def test_a_layer_whose_weight_is_a_row_stays() -> None:
     assert report.unmatched == ["linear_1: expected a matrix of weights, got 1 dims"]
 
 
+def test_a_layer_in_another_dtype_stays() -> None:
+    program = torch.export.export(Gated(torch.float64), (torch.rand(5, 64, dtype=torch.float64),))
+    report = packed_by(quantize_linear, program, 8)
+    kinds = "torch.float32 or torch.float16 or torch.bfloat16"
+    assert report.applied == 0
+    assert report.unmatched[0] == f"linear: expected {kinds}, got torch.float64"
+
+
 @pytest.mark.parametrize("name", NODES)
 def test_layers_of_one_input_become_one_node(name: str, tmp_path: Path) -> None:
     program, _ = program_of(make_model(name, tmp_path / name), "bfloat16")

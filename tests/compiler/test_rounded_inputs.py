@@ -152,6 +152,12 @@ def test_logits_are_those_of_rounded_inputs(
     assert (found - expected).norm() < 1e-4 * expected.norm()
 
 
+@pytest.mark.parametrize(("count", "layers"), [(1, "1 linear layer"), (2, "2 linear layers")])
+def test_a_note_counts_the_layers(count: int, layers: str) -> None:
+    (note,) = Weights(inputs_rounded={str(i) for i in range(count)}).notes()
+    assert note.startswith(f"weights: inputs of {layers} are rounded to 8 bits")
+
+
 def test_an_artifact_says_it(
     plain: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -88,11 +89,26 @@ def test_unknown_targets_are_named(text: str, message: str) -> None:
         Target.parse(text)
 
 
-def test_bad_devices() -> None:
-    with pytest.raises(UnsupportedError, match="got 'gpu:0'"):
-        Device("gpu:0")
-    with pytest.raises(UnsupportedError, match="count >= 1, got 0"):
-        virtual_devices("cpu", 0)
+@pytest.mark.parametrize("name", ["gpu:0", None, 5])
+def test_bad_devices(name: Any) -> None:
+    message = f"device: expected cpu, cuda or cuda:INDEX, got {name!r}"
+    with pytest.raises(UnsupportedError, match=f"^{message}$"):
+        Device(name)
+
+
+@pytest.mark.parametrize(
+    ("target", "count", "message"),
+    [
+        ("cpu", 0, "count: expected >= 1, got 0"),
+        ("cpu", "2", "count: expected an integer >= 1, got str '2'"),
+        ("cpu", 2.5, "count: expected an integer >= 1, got float 2.5"),
+        (None, 1, "target: expected text such as 'cpu', got NoneType None"),
+        (b"cpu", 1, "target: expected text such as 'cpu', got bytes b'cpu'"),
+    ],
+)
+def test_bad_virtual_devices(target: Any, count: Any, message: str) -> None:
+    with pytest.raises(UnsupportedError, match=f"^{message}$"):
+        virtual_devices(target, count)
 
 
 def test_logical_devices_are_text_in_a_manifest() -> None:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import errno
 import os
 import re
+from pathlib import Path
 
 import pytest
 
-from kvgraph.contract.loading import next_step, unimportable
+from kvgraph.contract.loading import next_step, require_package, unimportable
+from kvgraph.errors import MissingDependencyError
 
 
 @pytest.mark.parametrize(
@@ -49,3 +51,46 @@ def test_the_next_step_is_that_of_the_cause(why: str, step: str) -> None:
 )
 def test_a_package_that_cannot_be_imported(error: Exception, message: str) -> None:
     assert re.fullmatch(message, str(unimportable("torch", "needed here", error, "pip install x")))
+
+
+@pytest.mark.parametrize(
+    ("module", "package", "code", "message"),
+    [
+        ("absent_one", "", None, "absent_one: needed here, not installed; pip install x"),
+        ("absent_one.part", "", None, "absent_one: needed here, not installed; pip install x"),
+        ("absent_one", "absent-1", None, "absent-1: needed here, not installed; pip install x"),
+        (
+            "broken_one",
+            "broken-1",
+            "raise ImportError('other>=2 is required')",
+            r"broken-1: needed here, installed, and .*other>=2.*; pip install --upgrade x",
+        ),
+        (
+            "broken_two",
+            "",
+            "raise RuntimeError('not this NumPy')",
+            r"broken_two: needed here, installed, and .*not this NumPy.*; pip install --upgrade x",
+        ),
+    ],
+)
+def test_a_package_that_is_needed(
+    module: str,
+    package: str,
+    code: str | None,
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    if code is not None:
+        (tmp_path / f"{module}.py").write_text(code)
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(MissingDependencyError) as refused:
+        require_package(module, "needed here", "pip install x", package)
+    assert re.fullmatch(message, str(refused.value))
+
+
+def test_memory_that_an_import_lacks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "large_one.py").write_text("raise MemoryError")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(MemoryError):
+        require_package("large_one", "needed here", "pip install x")

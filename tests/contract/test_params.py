@@ -137,6 +137,30 @@ def test_layout_survives_a_manifest() -> None:
     assert again == params
 
 
+@pytest.mark.parametrize(
+    ("degree", "message"),
+    [(0, ">= 1, got 0"), ("2", "an integer >= 1, got str '2'"), (None, "an integer >= 1, got N")],
+)
+def test_a_layout_for_no_number_of_replicas(degree: Any, message: str) -> None:
+    layout = KVCacheParams(**LLAMA_8B).layout_dict()
+    with pytest.raises(ParamsError, match=f"^data_parallel_degree: expected {message}"):
+        KVCacheParams.from_layout(layout, data_parallel_degree=degree)
+
+
+@pytest.mark.parametrize(
+    ("params", "message"),
+    [
+        ([KVCacheParams(**LLAMA_8B)], "params: expected caches by name, got list "),
+        (None, "params: expected caches by name, got NoneType None"),
+        ({1: KVCacheParams(**LLAMA_8B)}, "cache name: expected an identifier .*, got 1"),
+        ({"a": 5}, "cache 'a': expected KVCacheParams, got int 5"),
+    ],
+)
+def test_what_is_no_tree(params: Any, message: str) -> None:
+    with pytest.raises(ParamsError, match=f"^{message}"):
+        MultiKVCacheParams.from_params(params)
+
+
 @pytest.mark.parametrize("field", ["page_size", "num_layers", "n_kv_heads", "window_size"])
 def test_a_differing_layout_field_is_named_with_both_values(field: str) -> None:
     layout = KVCacheParams(**LLAMA_8B).layout_dict()

@@ -48,6 +48,9 @@ def test_what_is_no_size(size: Any) -> None:
         ("1023GiB", "1023.0 GiB"),
         ("1TiB", "1.0 TiB"),
         ("5000TiB", "5000.0 TiB"),
+        ("1048524", "1023.9 KiB"),
+        ("1048575", "1.0 MiB"),
+        (str((1 << 40) - 1), "1.0 TiB"),
     ],
 )
 def test_a_size_is_shown_in_its_own_unit(size: str, text: str) -> None:

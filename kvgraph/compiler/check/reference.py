@@ -72,8 +72,8 @@ def eager(model: nn.Module) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def cut_windows(model: nn.Module, most: int = WINDOW) -> Iterator[None]:
-    """Cut attention windows and chunks, in configurations and modules, to at most `most` tokens
+def cut_windows(model: nn.Module) -> Iterator[None]:
+    """Cut attention windows and chunks, in configurations and modules, to at most WINDOW tokens
     while it is active."""
     holders = [*_configs(model), *model.modules()]
     before = [
@@ -84,7 +84,7 @@ def cut_windows(model: nn.Module, most: int = WINDOW) -> Iterator[None]:
     ]
     try:
         for holder, name, window in before:
-            setattr(holder, name, min(window, most))
+            setattr(holder, name, min(window, WINDOW))
         yield
     finally:
         for holder, name, window in before:

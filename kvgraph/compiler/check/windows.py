@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from pathlib import Path
 
 import onnx
@@ -21,7 +22,10 @@ def with_windows_cut(folder: Path, out: Path, most: int) -> Path:
         if path.name == ONNX_NAME:
             copy.write_bytes(_with_windows_cut(path, most))
         else:
-            os.link(path, copy)  # a reader may refuse links out of the folder
+            try:
+                os.link(path, copy)  # a reader may refuse symbolic links out of the folder
+            except OSError:  # a file system without links
+                shutil.copyfile(path, copy)
     return out
 
 

@@ -16,7 +16,8 @@ from kvgraph.compiler.checkpoint_files import CONFIG, require_fetched
 from kvgraph.compiler.frontends.folder import INSTEAD
 from kvgraph.compiler.quiet import first_line, quiet_loggers
 from kvgraph.contract.leftovers import scratch
-from kvgraph.errors import KVGraphError, MissingDependencyError, ModelError, UnsupportedError
+from kvgraph.contract.loading import require_package
+from kvgraph.errors import KVGraphError, ModelError, UnsupportedError
 from kvgraph.signal_handlers import reraise_if_signalled
 
 if TYPE_CHECKING:
@@ -165,14 +166,10 @@ def open_file(path: Path) -> GGUFReader:
 
 
 def _open(path: Path) -> GGUFReader:
-    try:
-        import transformers  # noqa: F401
-        from gguf import GGUFReader
-    except ImportError as error:
-        raise MissingDependencyError(
-            f"{error.name}: needed to read a GGUF file, not installed; pip install "
-            "'kvgraph[compile]'"
-        ) from error
+    for name in ("transformers", "gguf"):
+        require_package(name, "needed to read a GGUF file", "pip install 'kvgraph[compile]'")
+    from gguf import GGUFReader
+
     require_fetched([path])
     try:
         reader = GGUFReader(path)

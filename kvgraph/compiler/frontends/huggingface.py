@@ -62,7 +62,8 @@ from kvgraph.compiler.model import Model
 from kvgraph.compiler.quiet import first_line, quiet_loggers
 from kvgraph.compiler.refusals import Reason, unsupported
 from kvgraph.contract.generation import GENERATION
-from kvgraph.errors import MissingDependencyError, ModelError, UnsupportedError
+from kvgraph.contract.loading import require_package
+from kvgraph.errors import ModelError, UnsupportedError
 from kvgraph.signal_handlers import reraise_if_signalled
 
 if TYPE_CHECKING:
@@ -121,28 +122,7 @@ def _load(
     is_part = text.model_type != config["model_type"]
     larger = _parse_config(transformers, folder, config) if is_part else None
     eos, bos = _tokens(folder, text, larger)
-    model, located = None, Located(None)
-    is_quantized = quantization(config) is not None
-    is_built = larger is not None and not _is_loaded(transformers, larger)
-    if weightless or is_quantized or is_built:
-        model, located = _build(transformers, folder, config, text, larger, dtype)
-    checkpoint = located.checkpoint
-    if checkpoint is None:
-        if is_quantized:
-            step = f"{located.instead}, or {INSTEAD}" if located.instead else INSTEAD
-            raise UnsupportedError(f"{folder}: quantised weights: {located.why}; {step}")
-        if is_built:
-            hint = f"; {located.instead}" if located.instead else ""
-            raise UnsupportedError(
-                f"{folder}: the language part of {config['model_type']!r}: {located.why}{hint}"
-            )
-        parsed = _parse_config(transformers, folder, config)
-        model, unexpected = load_weights(transformers, folder, parsed, dtype, IMPLEMENTATIONS)
-        located = replace(located, left=left_over(model, unexpected, {}))
-    assert model is not None
-    if checkpoint is not None and not weightless:
-        checkpoint.fill(model)
-        checkpoint = None
+    model, located = _with_weights(transformers, folder, config, text, larger, dtype, weightless)
     settled = settle(model, longest)
     decoder = Decoder(model)
     layers = probe(decoder, text.model_type, text.num_hidden_layers)
@@ -157,7 +137,7 @@ def _load(
         files=files,
         eos_token_ids=eos,
         bos_token_id=bos,
-        checkpoint=checkpoint and checkpoint.renamed("model."),
+        checkpoint=located.checkpoint and located.checkpoint.renamed("model."),
         loaded=located.why,
         is_quantized=quantization(config) is not None,
         notes=(
@@ -169,6 +149,42 @@ def _load(
             *settled,
         ),
     )
+
+
+def _with_weights(
+    transformers: ModuleType,
+    folder: Path,
+    config: Config,
+    text: PretrainedConfig,
+    larger: PretrainedConfig | None,
+    dtype: str,
+    weightless: bool,
+) -> tuple[PreTrainedModel, Located]:
+    """The model with its weights, or with fake ones and the sources of their values.
+
+    UnsupportedError: transformers would have to load the values, and cannot.
+    """
+    located = Located(None)
+    is_quantized = quantization(config) is not None
+    is_built = larger is not None and not _has_causal_class(transformers, larger)
+    if weightless or is_quantized or is_built:
+        model, located = _build(transformers, folder, config, text, larger, dtype)
+        if located.checkpoint is not None and weightless:
+            return model, located
+        if located.checkpoint is not None:
+            located.checkpoint.fill(model)
+            return model, replace(located, checkpoint=None)
+    if is_quantized:
+        step = f"{located.instead}, or {INSTEAD}" if located.instead else INSTEAD
+        raise UnsupportedError(f"{folder}: quantised weights: {located.why}; {step}")
+    if is_built:
+        hint = f"; {located.instead}" if located.instead else ""
+        raise UnsupportedError(
+            f"{folder}: the language part of {config['model_type']!r}: {located.why}{hint}"
+        )
+    parsed = _parse_config(transformers, folder, config)
+    model, unexpected = load_weights(transformers, folder, parsed, dtype, IMPLEMENTATIONS)
+    return model, replace(located, left=left_over(model, unexpected, {}))
 
 
 def _tokens(
@@ -215,7 +231,7 @@ def _build(
     text: PretrainedConfig,
     larger: PretrainedConfig | None,
     dtype: str,
-) -> tuple[PreTrainedModel | None, Located]:
+) -> tuple[PreTrainedModel, Located]:
     """The model with fake parameters, and the sources of their values or why it must be loaded."""
     with fake_parameters():
         model = _make(transformers, folder, text, dtype)
@@ -229,10 +245,10 @@ def _make(
     transformers: ModuleType, folder: Path, config: PretrainedConfig, dtype: str
 ) -> PreTrainedModel:
     """Build a configuration's model. ModelError: transformers does not take one of its values."""
-    auto = transformers.AutoModelForCausalLM
-    known = transformers.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING
     make = (
-        auto.from_config if type(config) in known else _class_of(transformers, config)._from_config
+        transformers.AutoModelForCausalLM.from_config
+        if _has_causal_class(transformers, config)
+        else _class_of(transformers, config)._from_config
     )
     try:
         made: PreTrainedModel = make(config, dtype=getattr(torch, dtype), **IMPLEMENTATIONS)
@@ -255,7 +271,7 @@ def _make(
 
 def _class_of(transformers: ModuleType, config: PretrainedConfig) -> type[PreTrainedModel]:
     auto = transformers.models.auto.modeling_auto
-    if type(config) in auto.MODEL_FOR_CAUSAL_LM_MAPPING:
+    if _has_causal_class(transformers, config):
         found: type[PreTrainedModel] = auto.MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
         return found
     return language_model(auto.MODEL_MAPPING[type(config)])
@@ -311,18 +327,13 @@ def _longest(config: PretrainedConfig, asked: int | None = None) -> int:
 
 
 def _transformers() -> ModuleType:
-    try:
-        import transformers
-    except ImportError as error:
-        raise MissingDependencyError(
-            "transformers: needed to read a Hugging Face model, not installed; "
-            "pip install 'kvgraph[compile]'"
-        ) from error
-    module: ModuleType = transformers
+    transformers = require_package(
+        "transformers", "needed to read a Hugging Face model", "pip install 'kvgraph[compile]'"
+    )
     transformers.utils.logging.disable_progress_bar()
     transformers.AttentionInterface.register(NAME, paged_kv_attention)
     masks.register(transformers, NAME)
-    return module
+    return transformers
 
 
 def _decoder_config(transformers: ModuleType, folder: Path, config: Config) -> PretrainedConfig:
@@ -358,10 +369,8 @@ def _parse_config(transformers: ModuleType, folder: Path, config: Config) -> Pre
 
 
 def _require_decoder(transformers: ModuleType, config: PretrainedConfig, *, is_part: bool) -> None:
-    kind, auto = config.model_type, transformers.models.auto.modeling_auto
-    is_known = type(config) in auto.MODEL_FOR_CAUSAL_LM_MAPPING or (
-        is_part and type(config) in auto.MODEL_MAPPING
-    )
+    kind, all_models = config.model_type, transformers.models.auto.modeling_auto.MODEL_MAPPING
+    is_known = _has_causal_class(transformers, config) or (is_part and type(config) in all_models)
     if not is_known or getattr(config, "is_encoder_decoder", False):
         why = Reason.NO_PART if is_part and not is_known else Reason.NO_DECODER
         raise UnsupportedError(unsupported(kind, why.said()))
@@ -369,6 +378,6 @@ def _require_decoder(transformers: ModuleType, config: PretrainedConfig, *, is_p
         raise UnsupportedError(unsupported(kind, Reason.SPARSE.said()))
 
 
-def _is_loaded(transformers: ModuleType, config: PretrainedConfig) -> bool:
+def _has_causal_class(transformers: ModuleType, config: PretrainedConfig) -> bool:
     """Whether transformers has a causal language model class for `config` itself."""
     return type(config) in transformers.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING

@@ -206,29 +206,18 @@ def _added(path: Path, known: Collection[AddedToken]) -> list[AddedToken]:
     """
     from tokenizers import AddedToken
 
-    config: JsonObject = dict(_read_object(path)) if path.is_file() else {}
-    if config.get(OTHERS_BEFORE) and not config.get(OTHERS):
-        config[OTHERS] = config.pop(OTHERS_BEFORE)
-    is_old = "added_tokens_decoder" not in config
-    if is_old and (older := path.with_name(SPECIAL_TOKENS)).is_file():
-        more: JsonObject = dict(_read_object(older))
-        listed, mine = more.get(OTHERS), config.get(OTHERS)
-        if isinstance(listed, list) and isinstance(mine, dict):
-            more |= {OTHERS: mine, OTHERS_BEFORE: listed}
-        elif isinstance(listed, list):
-            more[OTHERS] = [*(mine or ()), *listed]
-        config |= more
+    config, is_old = _merged_settings(path)
     try:
         named = [config.get(f"{role}_token") for role in ROLES]
-        others = config.get(OTHERS) or ()
-        if isinstance(others, dict):
-            named += others.values()
-            others = ()
-        spelled = {each["content"] for each in _as_tokens([*named, *others])}
-        others = others or config.get(OTHERS_BEFORE) or ()
+        listed = config.get(OTHERS) or ()
+        if isinstance(listed, dict):
+            named += listed.values()
+            listed = ()
+        spelled = {each["content"] for each in _as_tokens([*named, *listed])}
+        others = listed or config.get(OTHERS_BEFORE) or ()
         decoder = config.get("added_tokens_decoder") or {}
-        if is_old and (older := path.with_name(ADDED_TOKENS)).is_file():
-            for content, place in _read_object(older).items():
+        if is_old and (added := path.with_name(ADDED_TOKENS)).is_file():
+            for content, place in _read_object(added).items():
                 flags = {"special": content in spelled, "normalized": content not in spelled}
                 decoder[place] = {"content": content, **flags}
         flags_of: dict[str, JsonObject] = {each["content"]: each for each in decoder.values()}
@@ -240,7 +229,7 @@ def _added(path: Path, known: Collection[AddedToken]) -> list[AddedToken]:
         given: list[tuple[JsonObject, JsonObject]] = [(each, {}) for _, each in by_place]
         given += [(unsaid | each, always) for each in _as_tokens(named)]
         given += [(unsaid | each, {}) for each in _as_tokens(others)]
-        tokens = [each | flags_of.get(each["content"], {}) | more for each, more in given]
+        tokens = [each | flags_of.get(each["content"], {}) | forced for each, forced in given]
         return [
             AddedToken(str(each["content"]), **{k: bool(each[k]) for k in FLAGS if k in each})
             for each in tokens
@@ -248,6 +237,24 @@ def _added(path: Path, known: Collection[AddedToken]) -> list[AddedToken]:
         ]
     except (ValueError, TypeError, AttributeError, KeyError) as error:
         raise ModelError(f"{path}: expected settings of a tokenizer, got {error!r}") from error
+
+
+def _merged_settings(path: Path) -> tuple[JsonObject, bool]:
+    """Settings of a tokenizer_config.json, with those of special_tokens_map.json if it is of the
+    older form, without ids; and whether it is."""
+    config: JsonObject = dict(_read_object(path)) if path.is_file() else {}
+    if config.get(OTHERS_BEFORE) and not config.get(OTHERS):
+        config[OTHERS] = config.pop(OTHERS_BEFORE)
+    is_old = "added_tokens_decoder" not in config
+    if is_old and (special := path.with_name(SPECIAL_TOKENS)).is_file():
+        more: JsonObject = dict(_read_object(special))
+        listed, mine = more.get(OTHERS), config.get(OTHERS)
+        if isinstance(listed, list) and isinstance(mine, dict):
+            more |= {OTHERS: mine, OTHERS_BEFORE: listed}
+        elif isinstance(listed, list):
+            more[OTHERS] = [*(mine or ()), *listed]
+        config |= more
+    return config, is_old
 
 
 def _as_tokens(given: Iterable[object]) -> list[JsonObject]:

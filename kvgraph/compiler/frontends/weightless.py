@@ -154,23 +154,9 @@ def locate(
         is_tied = any(getattr(each, "tie_word_embeddings", False) for each in said)
         if is_apart and TABLE in values and is_tied:
             values.setdefault(HEAD, values[TABLE])
-    state = model.state_dict(keep_vars=True)
-    for names, shape in wanted:
-        kinds = [stored[n].dtype for n in names if n in stored and not _is_read(read.get(n))]
-        made = [values[n].dtype for n in names if n in values and not _is_read(values[n])]
-        if len(shape) > 1 and state[names[0]].is_floating_point() and (kinds or made):
-            got = str([*kinds, *made][0]).removeprefix("torch.")
-            raise UnsupportedError(
-                f"{folder}: {names[0]}: expected floats of 16, 32 or 64 bits in a plain weight, "
-                f"got {got}; save the model in its own dtype"
-            )
-        if kinds:
-            return Located(None, f"{names[0]} is stored as {kinds[0]}", form)
-        present = [name for name in names if name in values]
-        each = [Cast(values[name], state[name].dtype) for name in present]
-        if any(not _are_equal(each[0], other) for other in each[1:]):
-            step = UNTIE if HEAD in present else ""
-            return Located(None, f"tied {' and '.join(present)} differ", form, step)
+    why, step = _why_not(model, folder, stored, read, values)
+    if why:
+        return Located(None, why, form, step)
     own = [name for name in others if larger is None or name not in read]
     left = left_over(model, own, named)
     found: dict[str, Values] = {}
@@ -183,6 +169,34 @@ def locate(
             raise incomplete(folder, "mismatched_keys", both, left)
         found |= dict.fromkeys(names, values[name])
     return Located(Checkpoint(found), "", form, left=left)
+
+
+def _why_not(
+    model: PreTrainedModel,
+    folder: Path,
+    stored: Mapping[str, StoredTensor],
+    read: Mapping[str, Values],
+    values: Mapping[str, Values],
+) -> tuple[str, str]:
+    """Why `values` cannot be read as stored, and the next step if there is one; else empty."""
+    state = model.state_dict(keep_vars=True)
+    for names, shape in _wanted(model):
+        kinds = [stored[n].dtype for n in names if n in stored and not _is_read(read.get(n))]
+        made = [values[n].dtype for n in names if n in values and not _is_read(values[n])]
+        if len(shape) > 1 and state[names[0]].is_floating_point() and (kinds or made):
+            got = str([*kinds, *made][0]).removeprefix("torch.")
+            raise UnsupportedError(
+                f"{folder}: {names[0]}: expected floats of 16, 32 or 64 bits in a plain weight, "
+                f"got {got}; save the model in its own dtype"
+            )
+        if kinds:
+            return f"{names[0]} is stored as {kinds[0]}", ""
+        present = [name for name in names if name in values]
+        each = [Cast(values[name], state[name].dtype) for name in present]
+        if any(not _are_equal(each[0], other) for other in each[1:]):
+            step = UNTIE if HEAD in present else ""
+            return f"tied {' and '.join(present)} differ", step
+    return "", ""
 
 
 def _are_equal(a: Values, b: Values) -> bool:

@@ -9,7 +9,7 @@ is, and the report says why.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import torch
 from torch.export import ExportedProgram
@@ -53,7 +53,7 @@ GATHERED, PRODUCT, SUM, MUL = (
 def rewrite_mixtures(
     program: ExportedProgram,
     name: str,
-    kinds: Container[torch.dtype],
+    kinds: Collection[torch.dtype],
     replacement: Callable[[MatchedExperts], Node],
     *,
     residuals: bool = False,

@@ -8,7 +8,7 @@ keeps its weights, because a wrong expert costs more than the few bytes saved.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Container, Hashable
+from collections.abc import Callable, Collection, Hashable
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -23,6 +23,7 @@ from kvgraph.compiler.passes.operands import (
     add_call,
     erase_unused,
     expect,
+    expect_dtype,
     node_of,
     only_user,
     other_factor,
@@ -40,12 +41,12 @@ from kvgraph.compiler.passes.products import StoredWeight, turn_products, weight
 from kvgraph.compiler.values import Turned, Values, in_groups
 from kvgraph.compiler.weights import Weights
 from kvgraph.ops import torch_ops
+from kvgraph.ops._linear import OUT_FEATURES
+from kvgraph.ops.packed import Form
 
 aten = torch.ops.aten
 SPLITS = (aten.chunk.default, aten.split.Tensor, aten.split_with_sizes.default)
 MAX_SECTIONS = 3
-OUTPUTS = ("out_features", "out_features_1", "out_features_2")
-"""Attributes with the width of each output of a node."""
 CHOICES = (aten.topk.default, torch_ops.route.default)
 ROUTER_STEPS = 4
 """Most nodes from a router's linear layer to the choice of experts."""
@@ -130,6 +131,15 @@ class Group:
         )
         return (*layers, self.gated is not None)
 
+    def sections(self, weights: Weights, form: Form, *, is_kept: bool) -> list[Section]:
+        """The sections of the layers to pack in `form`; see `Layer.section`."""
+        return [layer.section(weights, is_kept=is_kept, group=form.group) for layer in self.layers]
+
+    def attributes(self, form: Form) -> dict[str, int]:
+        """Attributes of the node over weights that are packed in `form`."""
+        gate = {} if self.gated is None else {"silu_mul": 1}
+        return dict(zip(OUT_FEATURES, self.widths, strict=False)) | form.attributes | gate
+
     @property
     def stem(self) -> str:
         """The stem of the packed weights' names: the first layer's name without `.weight`, or with
@@ -151,7 +161,7 @@ def apart_by_form(group: Group, weights: Weights) -> list[Group]:
 def rewrite_linears(
     program: ExportedProgram,
     name: str,
-    kinds: Container[torch.dtype],
+    kinds: Collection[torch.dtype],
     rewrite: Callable[[Group], None],
     *,
     residuals: bool = False,
@@ -199,7 +209,7 @@ def replace_outputs(group: Group, whole: Node, like: Callable[[Node, Node], Node
         erase_unused(old)
 
 
-def _layer(program: ExportedProgram, node: Node, kinds: Container[torch.dtype]) -> Layer:
+def _layer(program: ExportedProgram, node: Node, kinds: Collection[torch.dtype]) -> Layer:
     found = weight_of(program, node.args[1])
     expect(found is not None, "expected a weight of the model, got a computed one")
     assert found is not None
@@ -212,7 +222,7 @@ def _layer(program: ExportedProgram, node: Node, kinds: Container[torch.dtype]) 
     expect(
         dims == 2 or (dims == 3 and value(node).shape[0] == 1), f"expected rows, got {dims} dims"
     )
-    expect(value(node).dtype in kinds, f"expected float32, got {value(node).dtype}")
+    expect_dtype(value(node).dtype, kinds)
     expect(not _routes(node), "a router, which keeps its weights")
     return Layer(node, found, bias)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Hashable, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -10,7 +10,7 @@ from torch.export import ExportedProgram
 from torch.fx import Node
 
 from kvgraph.compiler.passes.gates import Gate
-from kvgraph.compiler.passes.operands import UnmatchedError, expect, value
+from kvgraph.compiler.passes.operands import UnmatchedError, expect, expect_dtype, value
 from kvgraph.compiler.passes.parameters import held
 from kvgraph.compiler.values import Coded, Values, in_groups
 from kvgraph.compiler.weights import Weights
@@ -103,10 +103,10 @@ class MatchedExperts:
         return weights.form_of(sources, bits, can_keep=fits, takes=takes)
 
 
-def require_kinds(mixture: MatchedExperts, kinds: Container[torch.dtype]) -> None:
+def require_kinds(mixture: MatchedExperts, kinds: Collection[torch.dtype]) -> None:
     """Raise UnmatchedError unless rows, weights and result have one dtype, which is in `kinds`."""
     dtype = value(mixture.x).dtype
-    expect(dtype in kinds, f"expected float32, got {dtype}")
+    expect_dtype(dtype, kinds)
     found = {dtype, value(mixture.total).dtype, mixture.up.weight.dtype, mixture.down.weight.dtype}
     expect(len(found) == 1, f"expected one dtype, got {' and '.join(sorted(map(str, found)))}")
 

@@ -4,7 +4,7 @@ the pass reports."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Container
+from collections.abc import Callable, Collection, Container
 
 import torch
 from torch.fx import Graph, Node
@@ -34,6 +34,10 @@ class UnmatchedError(Exception):
 def expect(holds: bool, why: str) -> None:
     if not holds:
         raise UnmatchedError(why)
+
+
+def expect_dtype(found: torch.dtype, kinds: Collection[torch.dtype]) -> None:
+    expect(found in kinds, f"expected {' or '.join(map(str, kinds))}, got {found}")
 
 
 def node_of(given: object, targets: Container[object], what: str) -> Node:

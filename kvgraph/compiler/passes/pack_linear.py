@@ -16,7 +16,6 @@ from kvgraph.compiler.packed_weights import Packed, pack_in_parts, shapes
 from kvgraph.compiler.passes import PassReport
 from kvgraph.compiler.passes.linears import (
     MAX_SECTIONS,
-    OUTPUTS,
     Group,
     apart_by_form,
     replace_outputs,
@@ -50,24 +49,18 @@ def _rewrite(program: ExportedProgram, group: Group, bits: int, weights: Weights
     form, is_kept = weights.form_of(sources, bits, takes=lambda form: form.sums(inputs))
 
     def make() -> Iterator[Packed]:
-        sections = [
-            layer.section(weights, is_kept=is_kept, group=form.group) for layer in group.layers
-        ]
+        sections = group.sections(weights, form, is_kept=is_kept)
         return pack_in_parts(sections, inputs, form, interleave=group.gated is not None)
 
     forms = shapes([layer.features for layer in group.layers], inputs, form, group.has_bias)
     operands = add_packed(program, weights, group.stem, (*group.parts, form), forms, make)
-    widths = group.widths
-    attributes = dict(zip(OUTPUTS, widths, strict=False)) | form.attributes
-    if group.gated is not None:
-        attributes["silu_mul"] = 1
     with graph.inserting_before(group.gated or group.total or first.node):
         x = _rows(first.node.args[0])
         residual = _rows(group.residual) if group.residual is not None else None
-        whole = graph.call_function(PACKED, (x, *operands, residual), attributes)
+        whole = graph.call_function(PACKED, (x, *operands, residual), group.attributes(form))
         with value(x).fake_mode:  # type: ignore[attr-defined]
             rows = value(x).shape[0]
-            widths += [0] * (MAX_SECTIONS - len(widths))
+            widths = group.widths + [0] * (MAX_SECTIONS - len(group.widths))
             whole.meta["val"] = tuple(
                 value(x).new_empty((rows if width else 0, width)) for width in widths
             )

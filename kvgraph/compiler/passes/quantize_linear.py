@@ -18,7 +18,6 @@ from kvgraph.compiler.gpu_weights import shapes, stored_in_parts
 from kvgraph.compiler.passes import PassReport
 from kvgraph.compiler.passes.linears import (
     MAX_SECTIONS,
-    OUTPUTS,
     Group,
     Layer,
     apart_by_form,
@@ -73,9 +72,7 @@ def _rewrite(
     x_bits = min(source.x_bits for source in sources) if is_kept else 0
 
     def make() -> Iterator[dict[str, torch.Tensor]]:
-        sections = [
-            layer.section(weights, is_kept=is_kept, group=form.group) for layer in group.layers
-        ]
+        sections = group.sections(weights, form, is_kept=is_kept)
         return stored_in_parts(sections, form, dtype, in_turn=is_gated)
 
     columns = sum(layer.features for layer in group.layers)
@@ -87,17 +84,14 @@ def _rewrite(
         shapes(columns, inputs, form, dtype, group.has_bias),
         make,
     )
-    widths = group.widths
-    attributes = dict(zip(OUTPUTS, widths, strict=False)) | form.attributes
-    if is_gated:
-        attributes["silu_mul"] = 1
+    attributes = group.attributes(form)
     if x_bits and dtype.itemsize == 2 and multiply_bytes(form, archs):
         attributes["x_bits"] = x_bits
         weights.inputs_rounded |= {source.where for source in sources}
     with graph.inserting_before(group.gated or first.node):
         whole = graph.call_function(QUANTIZED, (x, *operands), attributes)
         with value(x).fake_mode:  # type: ignore[attr-defined]
-            widths += [0] * (MAX_SECTIONS - len(widths))
+            widths = group.widths + [0] * (MAX_SECTIONS - len(group.widths))
             whole.meta["val"] = tuple(_result(value(x), width) for width in widths)
         replace_outputs(group, whole, lambda out, old: out)
 

@@ -6,14 +6,14 @@ import base64
 import time
 import uuid
 from collections.abc import Sequence
-from importlib import import_module
 from typing import Any
 
 import numpy as np
 
 from kvgraph.contract.inputs import Buffer
+from kvgraph.contract.loading import require_package
 from kvgraph.contract.plain import JsonObject
-from kvgraph.errors import DeviceError, MissingDependencyError, TransferError
+from kvgraph.errors import DeviceError, TransferError
 from kvgraph.kv.tiers.exchange import LeafPages
 
 TIMEOUT_SECONDS = 60.0
@@ -35,12 +35,8 @@ class NixlPools:
                 raise DeviceError(
                     f"nixl: expected pools in host memory, got one of {buffer.device}"
                 )
-        try:
-            nixl = import_module("nixl._api")
-        except ImportError as error:
-            raise MissingDependencyError(
-                "nixl: needed for this transfer, not installed; pip install 'kvgraph[nixl]'"
-            ) from error
+        install = "pip install 'kvgraph[nixl]'"
+        nixl = require_package("nixl._api", "needed for this transfer", install)
         config = nixl.nixl_agent_config(backends=["UCX"])
         self._agent = nixl.nixl_agent(f"kvgraph-{uuid.uuid4().hex}", config)
         pools = [(b.handle.ctypes.data, b.handle.nbytes, 0, "") for b in buffers]

@@ -23,8 +23,9 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, TypeVar
 
 from kvgraph.contract.host_memory import host_zeros
+from kvgraph.contract.loading import require_package
 from kvgraph.contract.threads import threads_needed
-from kvgraph.errors import MissingDependencyError, RankError
+from kvgraph.errors import RankError
 from kvgraph.ops.group import Gather, Group, shared_bytes
 from kvgraph.runtime.native_calls import native_call
 from kvgraph.runtime.ranks.connections import (
@@ -83,13 +84,12 @@ def follow(own: Launched, facts: Facts, timeout: float) -> tuple[Group, Wire]:
 
 def _meet(own: Launched, facts: Facts, timeout: float) -> tuple[Group, list[Wire]]:
     require_linux()
-    try:
-        from torch.distributed.distributed_c10d import PrefixStore
-    except ImportError as error:
-        raise MissingDependencyError(
-            f"{error.name}: needed for ranks on several machines, whose collectives are gloo's, "
-            "not installed; pip install 'kvgraph[torch]'"
-        ) from error
+    require_package(
+        "torch.distributed.distributed_c10d",
+        "needed for ranks on several machines, whose collectives are gloo's",
+        "pip install 'kvgraph[torch]'",
+    )
+    from torch.distributed.distributed_c10d import PrefixStore
 
     store = _store(own, timeout)
     host = own_host(own)

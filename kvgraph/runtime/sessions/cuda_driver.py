@@ -21,7 +21,8 @@ import numpy as np
 import numpy.typing as npt
 
 from kvgraph.contract.dtypes import itemsize
-from kvgraph.errors import CapacityError, DeviceError, KVGraphError, MissingDependencyError
+from kvgraph.contract.loading import unimportable
+from kvgraph.errors import CapacityError, DeviceError, KVGraphError
 from kvgraph.runtime.sessions.cuda_errors import of_number
 from kvgraph.runtime.sessions.uncollected import uncollected
 from kvgraph.signal_handlers import reraise_if_signalled
@@ -206,8 +207,8 @@ def _destroy_stream(driver: ModuleType, context: object, stream: object) -> None
 def _import(install: str) -> Any:
     try:
         from cuda.bindings import driver
-    except ImportError as error:
-        raise MissingDependencyError(
-            f"cuda-bindings: needed to run this artifact, not installed; {install}"
-        ) from error
+    except Exception as error:
+        reraise_if_signalled(error)
+        need = "needed to run this artifact"
+        raise unimportable("cuda.bindings", need, error, install, "cuda-bindings") from error
     return driver

@@ -51,7 +51,7 @@ from kvgraph.contract.dtypes import ALL, DTYPES
 from kvgraph.contract.file_names import ONNX_NAME, WEIGHTS_NAME
 from kvgraph.contract.files import require_utf8
 from kvgraph.contract.host_memory import host_zeros
-from kvgraph.contract.loading import next_step, unimportable, with_step
+from kvgraph.contract.loading import next_step, require_package, with_step
 from kvgraph.contract.signature import LOGITS_INDICES, GraphSignature, output_name
 from kvgraph.errors import (
     ArtifactError,
@@ -340,12 +340,9 @@ def import_onnxruntime() -> ModuleType:
 
     Since 1.29 ONNX Runtime sends telemetry on Linux too."""
     os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")  # onnxruntime reads it on import
-    try:
-        import onnxruntime
-    except ImportError as error:
-        install = "pip install 'kvgraph[onnx]'"
-        raise unimportable("onnxruntime", "needed to run this artifact", error, install) from error
-    module: ModuleType = onnxruntime
+    module = require_package(
+        "onnxruntime", "needed to run this artifact", "pip install 'kvgraph[onnx]'"
+    )
     if os.environ["ORT_DISABLE_TELEMETRY"] == "1" and hasattr(module, "disable_telemetry_events"):
         module.disable_telemetry_events()  # in case onnxruntime was imported before
     return module

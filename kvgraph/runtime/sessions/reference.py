@@ -11,8 +11,8 @@ import numpy.typing as npt
 from kvgraph.contract.dims import Array
 from kvgraph.contract.dtypes import ALL
 from kvgraph.contract.file_names import ONNX_NAME
+from kvgraph.contract.loading import require_package
 from kvgraph.contract.signature import output_name
-from kvgraph.errors import MissingDependencyError
 from kvgraph.runtime.folder import ArtifactFolder
 from kvgraph.runtime.sessions.base import Session
 from kvgraph.runtime.sessions.opening import Found, opening, require_bindings
@@ -26,16 +26,13 @@ class ReferenceSession(Session):
 
     def __init__(self, artifact: ArtifactFolder) -> None:
         super().__init__(artifact)
-        try:
-            import onnx
-            from onnx.reference import ReferenceEvaluator
+        onnx = require_package(
+            "onnx", "needed by the reference session", "pip install 'kvgraph[compile]'"
+        )
+        from onnx.reference import ReferenceEvaluator
 
-            from kvgraph.ops.onnx_ops import reference_ops
-        except ImportError as error:
-            raise MissingDependencyError(
-                "onnx: needed by the reference session, not installed; "
-                "pip install 'kvgraph[compile]'"
-            ) from error
+        from kvgraph.ops.onnx_ops import reference_ops
+
         path = artifact.folder / ONNX_NAME
         with opening(path, f"onnx {onnx.__version__}"):
             self._evaluator = made = ReferenceEvaluator(str(path), new_ops=reference_ops())

@@ -23,7 +23,7 @@ import numpy.typing as npt
 from kvgraph.contract.dims import Array
 from kvgraph.contract.file_names import PROGRAM_NAME, WEIGHTS_NAME
 from kvgraph.contract.leftovers import scratch
-from kvgraph.contract.loading import MEMORY, NOT_MAPPED, next_step, unimportable
+from kvgraph.contract.loading import MEMORY, NOT_MAPPED, next_step, require_package
 from kvgraph.contract.sizes import size_text
 from kvgraph.errors import ArtifactError, KernelError
 from kvgraph.ops import native
@@ -119,11 +119,7 @@ def cuda_session(artifact: ArtifactFolder) -> Session:
 
 
 def import_torch() -> Any:
-    try:
-        import torch
-    except (ImportError, OSError) as error:
-        install = "pip install 'kvgraph[torch]'"
-        raise unimportable("torch", "needed to run this artifact", error, install) from error
+    torch = require_package("torch", "needed to run this artifact", "pip install 'kvgraph[torch]'")
     from kvgraph.ops import torch_ops  # noqa: F401  (the package calls the registered ops)
 
     return torch

@@ -7,7 +7,6 @@ reports its reasons only to a logger, so our errors contain its last message.
 
 from __future__ import annotations
 
-from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,9 +14,10 @@ import numpy as np
 import numpy.typing as npt
 
 from kvgraph.contract.file_names import ENGINE_NAME
+from kvgraph.contract.loading import require_package
 from kvgraph.contract.manifest import EngineInfo
 from kvgraph.contract.params import KVCacheStrategy
-from kvgraph.errors import ArtifactError, KernelError, MissingDependencyError, UnsupportedError
+from kvgraph.errors import ArtifactError, KernelError, UnsupportedError
 from kvgraph.ops.cuda_native import plugins_path
 from kvgraph.runtime.folder import ArtifactFolder
 from kvgraph.runtime.sessions.cuda_driver import CudaDevice
@@ -140,13 +140,8 @@ def _engine_info(artifact: ArtifactFolder) -> EngineInfo:
 
 
 def _import(path: Path, info: EngineInfo) -> Any:
-    try:
-        trt = import_module(info.module)
-    except ImportError as error:
-        raise MissingDependencyError(
-            f"{info.module}: version {info.version} needed to run {path}, not installed; "
-            f"{INSTALL[info.module]}"
-        ) from error
+    need = f"version {info.version} needed to run {path}"
+    trt = require_package(info.module, need, INSTALL[info.module])
     if trt.__version__ != info.version:
         raise ArtifactError(
             f"{path}: expected an engine of {info.module} {trt.__version__} (installed here), "
