@@ -126,7 +126,7 @@ def _joined(codes: Array, form: Form) -> Array:
     return both.reshape(len(codes), -1)
 
 
-def stored_in_parts(
+def in_parts(
     sections: Sequence[Section], form: Form, dtype: torch.dtype, *, in_turn: bool
 ) -> Iterator[Part]:
     """Parts of a weight made of `sections`: weights some rows at a time, then scales and group

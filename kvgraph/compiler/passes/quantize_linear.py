@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch.export import ExportedProgram
 
-from kvgraph.compiler.gpu_weights import shapes, stored_in_parts
+from kvgraph.compiler.gpu_weights import in_parts, shapes
 from kvgraph.compiler.passes import PassReport
 from kvgraph.compiler.passes.linears import (
     MAX_SECTIONS,
@@ -73,7 +73,7 @@ def _rewrite(
 
     def make() -> Iterator[dict[str, torch.Tensor]]:
         sections = group.sections(weights, form, is_kept=is_kept)
-        return stored_in_parts(sections, form, dtype, in_turn=is_gated)
+        return in_parts(sections, form, dtype, in_turn=is_gated)
 
     columns = sum(layer.features for layer in group.layers)
     operands = add_matrix(
