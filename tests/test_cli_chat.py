@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 
 from kvgraph import Engine, SamplingParams
+from kvgraph.cli.chat import Mark, _speed
 from tests.support.artifacts import Compiled, rehash
 from tests.support.command_line import COMMAND, Outcome, run
 
@@ -203,12 +204,25 @@ def test_an_interrupt_stops_the_answer_and_keeps_the_talk(terminal: Terminal) ->
     terminal.until(" ")  # of the answer
     terminal.process.send_signal(signal.SIGINT)
     shown = terminal.until("tokens/s")
-    count = re.search(r"(\d+) tokens, [\d.]+ tokens/s$", shown)
+    figures = r"(\d+) tokens, the first after [\d.]+ s, then [\d.]+ tokens/s$"
+    count = re.search(figures, shown)
     assert count is not None
     assert 0 < int(count[1]) < 1900
     terminal.until("> ")
     terminal.type("\x04")
     assert terminal.process.wait(60) == 0
+
+
+@pytest.mark.parametrize(
+    ("marks", "expected"),
+    [
+        (((5, 1.0), (6, 2.25), (8, 3.25)), "3 tokens, the first after 1.25 s, then 2.0 tokens/s"),
+        (((5, 1.0), (6, 2.25), (6, 2.5)), "1 token, the first after 1.25 s"),
+        (((5, 1.0), (5, 2.25), (5, 2.25)), "0 tokens"),
+    ],
+)
+def test_the_speed_of_an_answer(marks: tuple[Mark, Mark, Mark], expected: str) -> None:
+    assert _speed(*marks) == expected
 
 
 def test_a_message_that_is_refused_ends_no_talk(terminal: Terminal) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -15,6 +16,7 @@ from rich.console import Console
 import kvgraph
 from kvgraph import bars, progress
 from kvgraph.contract.hashes import hash_files
+from tests.support.command_line import run
 
 
 class Told:
@@ -95,6 +97,44 @@ def test_generating_tells_the_tokens_of_all_requests(
     with kvgraph.Engine(artifact, max_batch_tokens=16) as engine:
         engine.generate(prompts, sampling)
     assert told.done == told.totals == {"processing": 46 + 3 + 2 * 6}
+
+
+def test_a_stream_tells_the_tokens_of_its_prompt(told: Told, compiled: Callable[..., Path]) -> None:
+    artifact = kvgraph.load(compiled("tiny-llama"))
+    told.totals.clear()
+    told.done.clear()
+    with kvgraph.Engine(artifact, max_batch_tokens=16) as engine:
+        pieces = engine.stream([1, *range(5, 50)], kvgraph.SamplingParams(ignore_eos=True))
+        next(pieces)
+        assert told.done == told.totals == {"prompt": 46}
+        assert told.open == []
+        assert list(pieces)
+    assert told.done == told.totals == {"prompt": 46}
+
+
+@pytest.mark.parametrize(
+    ("command", "options", "task"),
+    [
+        ("generate", (), "prompt"),
+        ("generate", ("--json",), "processing"),
+        ("chat", (), "prompt"),
+    ],
+)
+def test_commands_that_generate_show_it(
+    command: str,
+    options: tuple[str, ...],
+    task: str,
+    compiled: Callable[..., Path],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    told, folder = Told(), compiled("tiny-llama")
+    module = sys.modules[f"kvgraph.cli.{command}"]
+    monkeypatch.setattr(module, "Bars", lambda console: progress.listening(told))
+    prompt = ("The import statement",) if command == "generate" else ()
+    monkeypatch.setattr("sys.stdin", io.StringIO("What is a class?"))
+    assert run(command, folder, *prompt, *options, "--max-new-tokens", 4).code == 0
+    assert told.totals.keys() == {task}
+    assert told.done == told.totals
 
 
 def test_compiling_tells_layers_and_bytes(

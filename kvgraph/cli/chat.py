@@ -6,10 +6,12 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import suppress
-from typing import TYPE_CHECKING, Annotated
+from itertools import chain, islice
+from typing import TYPE_CHECKING, Annotated, TypeAlias
 
 import typer
 
+from kvgraph.bars import Bars
 from kvgraph.cli.console import stderr, working
 from kvgraph.cli.options import (
     ArtifactFolder,
@@ -30,6 +32,9 @@ if TYPE_CHECKING:
 
 MOST = 1024
 """Most tokens of an answer by default."""
+
+Mark: TypeAlias = tuple[int, float]
+"""Tokens that an engine has generated, and the time in seconds."""
 
 BY_MODEL = "[default: the model's own]"
 
@@ -141,10 +146,13 @@ class Talk:
 
     def _answer(self, asked: list[dict[str, str]]) -> None:
         prompt = self.engine.apply_chat_template(asked)
-        start, before = time.perf_counter(), self.engine.generated_tokens
-        said = ""
+        start, first, said = self._mark(), None, ""
         try:
-            for piece in self.engine.stream(prompt, self._sampling_of(prompt)):
+            pieces = self.engine.stream(prompt, self._sampling_of(prompt))
+            with Bars(stderr):
+                begun = list(islice(pieces, 1))
+            first = self._mark()
+            for piece in chain(begun, pieces):
                 said += piece
                 sys.stdout.write(piece)
                 sys.stdout.flush()
@@ -155,15 +163,28 @@ class Talk:
         sys.stdout.flush()
         self.messages = [*asked, {"role": "assistant", "content": said}]
         if self.is_live:
-            count, seconds = self.engine.generated_tokens - before, time.perf_counter() - start
-            tokens = plural("token", count)
-            stderr.print(f"{count} {tokens}, {count / seconds:.1f} tokens/s", style="dim")
+            end = self._mark()
+            stderr.print(_speed(start, first or end, end), style="dim")
+
+    def _mark(self) -> Mark:
+        return self.engine.generated_tokens, time.perf_counter()
 
     def _sampling_of(self, prompt: list[int]) -> SamplingParams:
         """Sampling with at most the tokens that fit; the engine refuses a prompt without room."""
         if self.longest is None:
             return self.sampling
         return self.sampling.clamped_to(self.longest - len(prompt))
+
+
+def _speed(start: Mark, first: Mark, end: Mark) -> str:
+    """The speed of an answer; `first`: the mark of its first piece."""
+    count, rest = end[0] - start[0], end[0] - first[0]
+    text = f"{count} {plural('token', count)}"
+    if count:
+        text += f", the first after {first[1] - start[1]:.2f} s"
+    if rest:
+        text += f", then {rest / (end[1] - first[1]):.1f} tokens/s"
+    return text
 
 
 def _typed() -> Iterator[str]:

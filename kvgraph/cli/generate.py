@@ -113,7 +113,8 @@ def generate(
     if bound is not None:
         asked = bound.tokens + engine.tokenize(prompt, special_tokens=False)
     if json:
-        done = engine.generate([asked], sampling)[0]
+        with Bars(stderr):
+            done = engine.generate([asked], sampling)[0]
         print_json(to_plain(done))
         if done.error:
             raise GenerationError(done.error)

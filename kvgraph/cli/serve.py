@@ -14,8 +14,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvgraph.bars import Bars
-from kvgraph.cli.console import stderr
 from kvgraph.cli.options import (
     ArtifactFolder,
     CollectiveTimeout,
@@ -37,6 +35,7 @@ from kvgraph.errors import (
     UnsupportedError,
 )
 from kvgraph.kv.memory import DEFAULT_BATCH_SIZE
+from kvgraph.progress import listening
 from kvgraph.serve.options import ServeOptions
 from kvgraph.signal_handlers import end_at_signals
 
@@ -177,6 +176,7 @@ def serve(
                 f"{name}: needed to serve, not installed; pip install 'kvgraph[serve]'"
             )
     from kvgraph.runtime.artifact import load, read
+    from kvgraph.serve.log import LinesOfTasks
     from kvgraph.serve.server import serve as serve_engine
 
     if not METRIC_NAME.fullmatch(f"{metrics_prefix}x"):
@@ -212,7 +212,7 @@ def serve(
     if replicas is None:
         loaded = read(artifact, verify=verify or None)
     else:  # once, before every replica would
-        with Bars(stderr):
+        with listening(LinesOfTasks()):
             loaded = load(artifact, verify=verify or None)
     is_cuda = Target.parse(loaded.manifest.target).kind == "cuda"
     if replicas is None and follows(loaded, None, threads, collective_timeout):

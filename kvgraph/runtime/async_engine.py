@@ -15,7 +15,6 @@ from contextlib import suppress
 from functools import partial
 from queue import Empty, SimpleQueue
 from threading import Thread
-from types import TracebackType
 from typing import Any, TypeVar
 
 from kvgraph.contract.not_copyable import NotCopyable
@@ -131,13 +130,12 @@ class AsyncEngine(NotCopyable):
         await self.start()
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *error: object) -> None:
         await self.close()
+
+    def __repr__(self) -> str:
+        state = "closed" if self.is_closed else "not started" if self._thread is None else "running"
+        return f"<AsyncEngine {self.engine.artifact.folder.name}: {state}, {self.num_open} open>"
 
     @property
     def num_open(self) -> int:

@@ -24,7 +24,7 @@ from kvgraph.runtime.config import (
     configured,
     require_known,
 )
-from kvgraph.runtime.generate_progress import report_progress
+from kvgraph.runtime.generate_progress import report_progress, report_prompt
 from kvgraph.runtime.outcome import Outcome, outcome_of
 from kvgraph.runtime.request_builder import RequestBuilder
 from kvgraph.runtime.sampling import Logits, SamplingParams, Token
@@ -177,7 +177,7 @@ class Engine(Chats, NotCopyable):
             self._begin(request)
             self._streamed[request.request_id] = request
             while self._is_open(request.request_id):
-                for token in self._step_for([request.request_id]):
+                for token in self._next_of(request):
                     if token.text:
                         yield token.text
                     if token.error:
@@ -253,9 +253,8 @@ class Engine(Chats, NotCopyable):
 
     def _record(self, outcome: Outcome) -> None:
         """Hold the step's tokens for their callers, in one assignment: exactly once."""
-        failed = 0
+        failed = outcome.reasons.count("error")
         if any(outcome.reasons):
-            failed = outcome.reasons.count("error")
             for token in outcome.generated:
                 if token.finish_reason:
                     self._open.pop(token.request_id, None)
@@ -357,10 +356,14 @@ class Engine(Chats, NotCopyable):
         self._queue(request)
 
     @in_turn("stream")
-    def _step_for(self, ids: Collection[str]) -> list[Token]:
-        """Run a step; return the tokens of `ids`, and hold those of other requests."""
-        self._run_step()
-        own, self._held = self._held_apart(ids)
+    def _next_of(self, request: Request) -> list[Token]:
+        """Run steps until tokens of the request come; hold those of other requests."""
+        own: list[Token] = []
+        with report_prompt(request) as update:
+            while not own and self._is_open(request.request_id):
+                self._run_step()
+                own, self._held = self._held_apart([request.request_id])
+                update()
         return own
 
     def _leave(self) -> None:
@@ -387,8 +390,7 @@ class Engine(Chats, NotCopyable):
 
     def _is_open(self, request_id: str) -> bool:
         """Whether tokens of the request are still to be returned."""
-        held = any(token.request_id == request_id for token in self._held)
-        return held or request_id in self._open
+        return request_id in self._open or any(t.request_id == request_id for t in self._held)
 
     def _require_new(self, request_id: str) -> None:
         if self._is_open(request_id) or request_id in self._streamed:

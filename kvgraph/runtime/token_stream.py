@@ -41,6 +41,10 @@ class TokenStream:
         self._most_at_once = 0  # most unread tokens that came in one call
         self._news = news or asyncio.Event()
 
+    def __repr__(self) -> str:
+        state = "ended" if self.has_ended else "open"
+        return f"<TokenStream {self.request_id!r}: {state}, {len(self._unread)} unread tokens>"
+
     def __aiter__(self) -> TokenStream:
         return self
 

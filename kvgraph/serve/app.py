@@ -282,7 +282,7 @@ class EventStream(Response):
         leaving = asyncio.ensure_future(_gone_from(receive))
         with suppress(asyncio.CancelledError):  # by uvicorn, as the server ends before all is sent
             await asyncio.wait((sending, leaving), return_when=asyncio.FIRST_COMPLETED)
-        is_cut = self._generation.is_runner_closed and not sending.done()
+        is_cut = self._generation.is_cut(sending.done())
         self._generation.close()
         leaving.cancel()
         sending.cancel()

@@ -207,7 +207,13 @@ class Generation:
             choice.is_over = True
             choice.finish_reason = "length" if self._drops_output and not last.error else reason
             self._leave_engine(choice)
-            self._metrics.ended(choice.stream.stats, choice.finish_reason)
+            self._note_end(choice, choice.finish_reason)
+
+    def _note_end(self, choice: Choice, reason: str) -> None:
+        self._metrics.ended(choice.stream.stats, reason, choice.num_generated)
+        of_prompt = [other for other in self.choices if other.prompt is choice.prompt]
+        if all(other.is_over for other in of_prompt):
+            self._metrics.all_ended(max([other.num_generated for other in of_prompt]))
 
     async def all_tokens(self) -> list[list[Token]]:
         """All tokens of each choice, once all have ended. ServeError if a choice failed."""
@@ -229,13 +235,18 @@ class Generation:
                 choice.stream.cancel()
                 self._leave_queue(choice)
                 self._leave_engine(choice)
-                self._metrics.ended(choice.stream.stats, "abort")
+                self._note_end(choice, "abort")
 
     def status_of(self, error: str) -> int:
         """HTTP status for the error of a choice; 400 if its own grammar is the cause."""
         if NOT_FOLLOWED in error:
             return 400
         return 503 if self.is_runner_closed else 500
+
+    def is_cut(self, is_sent: bool) -> bool:
+        """Whether the end of the server cut the answer. `is_sent`: whether all of it was sent."""
+        has_failed = any(choice.tokens and choice.tokens[-1].error for choice in self.choices)
+        return self.is_runner_closed and (has_failed or not is_sent)
 
     @property
     def is_runner_closed(self) -> bool:

@@ -46,6 +46,8 @@ class ResponseRequest(Sampled, forbid_unknown_fields=True, kw_only=True):
     tools: list[JsonObject] | None = None
     tool_choice: str | JsonObject | None = None
     chat_template_kwargs: JsonObject | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
     background: bool | None = None
     truncation: Literal["disabled"] | None = None
     # OpenAI's fields that have no effect here
@@ -106,6 +108,8 @@ class Chat:
             tools=None if given.tools is None else [_tool_of_chat(tool) for tool in given.tools],
             tool_choice=_choice_of_chat(given.tool_choice),
             chat_template_kwargs=given.chat_template_kwargs,
+            add_generation_prompt=given.add_generation_prompt,
+            continue_final_message=given.continue_final_message,
             reasoning_effort=given.effort,
         )
 

@@ -10,6 +10,7 @@ import threading
 import warnings
 from collections.abc import Callable
 from contextlib import suppress
+from contextvars import copy_context
 from threading import Thread
 from typing import TypeVar
 
@@ -47,7 +48,7 @@ def free_heap() -> None:
 async def make_behind(
     make: Callable[[], T], nice: int, drop: Callable[[T], object] = lambda made: None
 ) -> T:
-    """Run `make` in a new thread with a higher niceness, and return its result.
+    """Run `make` in a new thread with a higher niceness, in this context; return its result.
 
     `nice`: added niceness, which threads that `make` starts (those that compute) inherit.
     `drop`: called with the result if the caller has left. The process ends without waiting for the
@@ -80,7 +81,7 @@ async def make_behind(
             drop(value)
 
     with threads_needed():
-        Thread(target=run, name=MAKING, daemon=True).start()
+        Thread(target=copy_context().run, args=(run,), name=MAKING, daemon=True).start()
     return await made
 
 

@@ -1,4 +1,4 @@
-"""Logs one line of JSON for each request, on stderr."""
+"""Logs lines of JSON on stderr: one for each request, and others for events."""
 
 from __future__ import annotations
 
@@ -6,9 +6,12 @@ import logging
 import os
 import re
 import sys
+import threading
 import time
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 
+from kvgraph.progress import Advance
 from kvgraph.serve.answers import encoded
 from kvgraph.serve.generation import Generation
 from kvgraph.serve.jobs import Job
@@ -78,13 +81,59 @@ class LinesOfOthers(logging.Handler):
         write_line(line)
 
 
+PROGRESS_SECONDS = 2.0
+"""Time after which a running task has a line, and between two lines of it."""
+
+
+class LinesOfTasks:
+    """A progress listener that logs the share of tasks that take long."""
+
+    @contextmanager
+    def task(self, what: str, total: int, unit: str) -> Iterator[Advance]:
+        began = said = time.monotonic()
+        done, lock = 0, threading.Lock()
+
+        def advance(count: int) -> None:
+            nonlocal done, said
+            with lock:
+                done += count
+                now = time.monotonic()
+                if now - said < PROGRESS_SECONDS or not 0 < done < total:
+                    return
+                said = now
+                left = (now - began) * (total - done) / done
+            share = {"share": round(done / total, 3), "seconds_left": round(left, 1)}
+            write_line({"event": "loading", "task": what, **share})
+
+        yield advance
+
+
+class _Sink:
+    """Where the lines of this process go."""
+
+    take: Callable[[str], object] | None = None
+
+
+def send_lines(take: Callable[[str], object]) -> None:
+    """Give the lines of this process to `take` from now on, in place of stderr."""
+    _Sink.take = take
+
+
 def write_line(line: dict[str, object]) -> None:
+    text = encoded(line).decode()
+    if _Sink.take is None:
+        write_text(text)
+    else:
+        _Sink.take(text)
+
+
+def write_text(text: str) -> None:
     """Write a line to stderr. A missing or closed reader of the log causes no error."""
     if sys.stderr is None:
         return
     with suppress(OSError, ValueError):
         try:
-            sys.stderr.write(encoded(line).decode() + "\n")
+            sys.stderr.write(f"{text}\n")
         except BrokenPipeError:  # at exit Python would flush it again, and return status 120
             with open(os.devnull, "wb") as nowhere:
                 os.dup2(nowhere.fileno(), sys.stderr.fileno())

@@ -30,7 +30,7 @@ REQUEST = (
     0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680,
 )  # fmt: skip
 
-HISTOGRAMS = {
+SECONDS = {
     "time_to_first_token_seconds": TIME_TO_FIRST_TOKEN,
     "inter_token_latency_seconds": INTER_TOKEN,
     "e2e_request_latency_seconds": REQUEST,
@@ -38,7 +38,20 @@ HISTOGRAMS = {
     "request_prefill_time_seconds": REQUEST,
     "request_decode_time_seconds": REQUEST,
 }
-"""Upper bounds in seconds of each histogram, by its name without the prefix."""
+"""Upper bounds in seconds of each histogram of times, by its name without the prefix."""
+
+TOKENS = (
+    "request_prompt_tokens",
+    "request_generation_tokens",
+    "request_max_num_generation_tokens",
+)
+"""Names of the histograms of tokens."""
+
+
+def token_bounds(longest: int) -> list[int]:
+    """1, 2, 5, 10, 20, 50 and so on, up to `longest`."""
+    powers = [10**exponent for exponent in range(len(str(longest)))]
+    return [digit * ten for ten in powers for digit in (1, 2, 5) if digit * ten <= longest]
 
 
 class Buckets:
@@ -51,11 +64,11 @@ class Buckets:
         self._counts = [0] * (len(bounds) + 1)
         self._sum = 0.0
 
-    def observe(self, seconds: float | None, count: int = 1) -> None:
-        """Add `count` observations of `seconds` each; nothing if `seconds` is None."""
-        if seconds is not None:
-            self._counts[bisect_left(self._bounds, seconds)] += count
-            self._sum += seconds * count
+    def observe(self, value: float | None, count: int = 1) -> None:
+        """Add `count` observations of `value` each; nothing if `value` is None."""
+        if value is not None:
+            self._counts[bisect_left(self._bounds, value)] += count
+            self._sum += value * count
 
     def metric(self, name: str, model: str) -> HistogramMetricFamily:
         metric = HistogramMetricFamily(
@@ -75,8 +88,9 @@ class Metrics(Collector):
     ) -> None:
         self._prefix = prefix
         self._model = model
-        self._seconds = {name: Buckets(bounds) for name, bounds in HISTOGRAMS.items()}
-        self._between = self._seconds["inter_token_latency_seconds"]
+        tokens = dict.fromkeys(TOKENS, token_bounds(facts.longest))
+        self._buckets = {name: Buckets(bounds) for name, bounds in (SECONDS | tokens).items()}
+        self._between = self._buckets["inter_token_latency_seconds"]
         self._prompt_tokens = self._generation_tokens = 0
         self._ended = dict.fromkeys(("stop", "length", "error", "abort"), 0)
         self._registry = CollectorRegistry()
@@ -92,9 +106,9 @@ class Metrics(Collector):
 
     def first_tokens(self, stats: RequestStats, count: int, seconds: float) -> None:
         """Count the first `count` tokens of a request; `seconds`: from the first to the last."""
-        self._seconds["time_to_first_token_seconds"].observe(stats.first_token_seconds)
-        self._seconds["request_queue_time_seconds"].observe(stats.queue_seconds)
-        self._seconds["request_prefill_time_seconds"].observe(stats.prefill_seconds)
+        self._buckets["time_to_first_token_seconds"].observe(stats.first_token_seconds)
+        self._buckets["request_queue_time_seconds"].observe(stats.queue_seconds)
+        self._buckets["request_prefill_time_seconds"].observe(stats.prefill_seconds)
         if count:
             self._generation_tokens += 1
             self.next_tokens(count - 1, seconds)
@@ -105,13 +119,20 @@ class Metrics(Collector):
             self._generation_tokens += count
             self._between.observe(seconds / count, count)
 
-    def ended(self, stats: RequestStats, reason: str) -> None:
-        self._seconds["e2e_request_latency_seconds"].observe(stats.total_seconds)
-        self._seconds["request_decode_time_seconds"].observe(stats.decode_seconds)
+    def ended(self, stats: RequestStats, reason: str, generated: int) -> None:
+        """Count a choice that has ended, with `generated` tokens."""
+        self._buckets["e2e_request_latency_seconds"].observe(stats.total_seconds)
+        self._buckets["request_decode_time_seconds"].observe(stats.decode_seconds)
+        self._buckets["request_prompt_tokens"].observe(stats.prompt_tokens)
+        self._buckets["request_generation_tokens"].observe(generated)
         self._ended[reason] += 1
 
+    def all_ended(self, longest: int) -> None:
+        """Count a prompt whose choices have all ended, with at most `longest` tokens each."""
+        self._buckets["request_max_num_generation_tokens"].observe(longest)
+
     def collect(self) -> Iterator[Metric]:
-        for name, buckets in self._seconds.items():
+        for name, buckets in self._buckets.items():
             yield buckets.metric(f"{self._prefix}{name}", self._model)
         for name, text, value in (
             ("prompt_tokens", "Tokens of prompts", self._prompt_tokens),

@@ -14,6 +14,7 @@ from kvgraph.contract.plain import JsonObject
 from kvgraph.contract.tokenizer import LONG_TEXT, byte_pieces, most_characters
 from kvgraph.errors import ArtifactError, RequestError
 from kvgraph.kv.paged import PagedKVCacheManager
+from kvgraph.progress import listening
 from kvgraph.runtime.async_engine import AsyncEngine
 from kvgraph.runtime.chat import Prompts
 from kvgraph.runtime.engine import Engine
@@ -24,6 +25,7 @@ from kvgraph.serve.facts import EngineFacts, facts_of
 from kvgraph.serve.generation import Submits
 from kvgraph.serve.latency import keep_heap, make_behind, step_behind
 from kvgraph.serve.load import Admission, Load, LoadMeter
+from kvgraph.serve.log import LinesOfTasks
 from kvgraph.serve.metrics import Metrics
 from kvgraph.serve.options import ServeOptions
 from kvgraph.serve.state import state_of
@@ -226,7 +228,8 @@ class EngineService(Service):
         self._events: KVEventPublisher | None = None
 
     async def load(self) -> None:
-        engine = await make_behind(self._make, self.options.nice, Engine.close)
+        with listening(LinesOfTasks()):
+            engine = await make_behind(self._make, self.options.nice, Engine.close)
         self.engine = shared = AsyncEngine(engine)  # from here on `close` closes it
         shared.after_failure = lambda error: self.after_failure(error)
         meter = LoadMeter(engine)

@@ -41,6 +41,23 @@ def test_arguments_are_checked_at_once(engine: Engine, given: Any, message: str)
     asyncio.run(task())
 
 
+def test_reprs_say_what_runs(engine: Engine) -> None:
+    shared, name = AsyncEngine(engine), engine.artifact.folder.name
+
+    async def task() -> None:
+        async with shared:
+            stream = await shared.submit(PROMPT, MANY, request_id="a")
+            assert repr(stream) == "<TokenStream 'a': open, 0 unread tokens>"
+            assert repr(shared) == f"<AsyncEngine {name}: running, 1 open>"
+            async for _ in stream:
+                pass
+            assert repr(stream) == "<TokenStream 'a': ended, 0 unread tokens>"
+
+    assert repr(shared) == f"<AsyncEngine {name}: not started, 0 open>"
+    asyncio.run(task())
+    assert repr(shared) == f"<AsyncEngine {name}: closed, 0 open>"
+
+
 def test_a_watch_that_raises_costs_no_other_stream_a_token(
     engine: Engine, caplog: pytest.LogCaptureFixture
 ) -> None:

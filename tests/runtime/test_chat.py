@@ -63,13 +63,21 @@ def test_a_developer_says_what_a_system_does(engine: Engine) -> None:
     assert engine.chat(chat, greedy(4)).token_ids == engine.chat(CHAT, greedy(4)).token_ids
 
 
-def test_a_call_without_content_is_rendered(engine: Engine) -> None:
-    """As a server answers it: the next turn of the client has it."""
-    function = {"name": "find", "arguments": "{}"}
+def test_a_call_and_its_result_are_rendered(engine: Engine) -> None:
+    """The call without content, as a server answers it, and as a guided text is."""
+    function = {"name": "find", "arguments": '{"of": "a class"}'}
     calls = [{"id": "a", "type": "function", "function": function}]
-    chat = [CHAT[1], {"role": "assistant", "content": None, "tool_calls": calls}, CHAT[3]]
-    empty = [CHAT[1], {"role": "assistant", "content": ""}, CHAT[3]]
-    assert engine.apply_chat_template(chat) == engine.apply_chat_template(empty)
+    called = {"role": "assistant", "content": None, "tool_calls": calls}
+    result = {"role": "tool", "tool_call_id": "a", "content": "A definition."}
+    tool = {"type": "function", "function": {"name": "find"}}
+    shown = '<s>Functions:\n{"type": "function", "function": {"name": "find"}}\n\n'
+    asked = "Question: What is a class?\n\nAnswer:"
+    call = '{"name":"find","arguments":{"of":"a class"}}</s>\n\n'
+    render = engine._templates.render
+    assert render([CHAT[1]], tools=[tool]) == shown + asked
+    text = render([CHAT[1], called, result], tools=[tool])
+    assert text == f"{shown}{asked}{call}Result: A definition.\n\nAnswer:"
+    assert render([CHAT[1], called]) == f"<s>{asked}{call}Answer:"
 
 
 def test_chat_is_generate_behind_the_template(engine: Engine) -> None:
@@ -100,7 +108,7 @@ def test_a_chat_beyond_the_context_is_refused(engine: Engine) -> None:
     with pytest.raises(RequestError, match="expected a prompt of at most 2047 tokens"):
         engine.chat(long, SamplingParams())
     with pytest.raises(RequestError, match="messages: the chat template refused them: "):
-        engine.chat([{"role": "tool", "content": "x"}])
+        engine.chat([{"role": "robot", "content": "x"}])
     assert_empty(engine)
 
 

@@ -1,9 +1,10 @@
-"""A request that uvicorn cancels as the server ends."""
+"""Requests that the end of the server cuts."""
 
 from __future__ import annotations
 
 import asyncio
 import json
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 from starlette.types import Message, Receive, Scope, Send
 
 from kvgraph.serve.ending import AnswersAtEnd
+from tests.serve.running import SECONDS, frames, paced
 
 SCOPE: Scope = {"type": "http", "path": "/v1/completions", "headers": [(b"x-request-id", b"one")]}
 HEAD: Message = {"type": "http.response.start", "status": 200, "headers": []}
@@ -52,3 +54,19 @@ def test_it_is_answered_before_its_first_header(capsys: pytest.CaptureFixture[st
 def test_it_is_cut_behind_its_first_header_or_where_the_server_goes_on() -> None:
     assert asyncio.run(cancelled([HEAD], is_draining=True)) == [HEAD]
     assert not asyncio.run(cancelled([], is_draining=False))
+
+
+def test_a_stream_that_the_drain_ends_is_logged_as_one(artifact: Path, tmp_path: Path) -> None:
+    """With the status of an answer that is not streamed, though its client has read 200."""
+    body = {"prompt": "The", "max_tokens": 100, "ignore_eos": True, "stream": True}
+    with paced(tmp_path, artifact, "--threads", 1, "--drain-seconds", 0) as (server, pace):
+        pace.allow(1)
+        with server.client.stream("POST", "/v1/completions", json=body) as answer:
+            lines = answer.iter_lines()
+            assert next(lines).startswith("data: ")
+            server.terminate()
+            assert "error" in frames(lines)[-1]
+        pace.end()
+        assert server.process.wait(SECONDS) == 0
+        logged = [json.loads(line) for line in server.log().splitlines() if '"reasons"' in line]
+        assert [(line["status"], line["reasons"]) for line in logged] == [(503, ["error"])]

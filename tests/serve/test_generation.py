@@ -130,12 +130,48 @@ def test_gaps_are_between_deliveries_whoever_reads(
         await anext(generation)
 
     asyncio.run(main())
-    lines = [line for line in generation._metrics.text().decode().splitlines() if line[0] != "#"]
-    counts = {line.partition(" ")[0]: float(line.rpartition(" ")[2]) for line in lines}
+    counts = counted(generation)
     name = 'kvgraph:inter_token_latency_seconds_bucket{le="%s",model_name="tiny"}'
     found = [counts[name % bound] for bound in ("0.025", "0.05", "0.1", "+Inf")]
     assert found == [0, 2, 4, 4]
     assert counts['kvgraph:generation_tokens_total{model_name="tiny"}'] == 5
+
+
+def counted(generation: Generation) -> dict[str, float]:
+    """Of each metric, its value."""
+    lines = [line for line in generation._metrics.text().decode().splitlines() if line[0] != "#"]
+    return {line.partition(" ")[0]: float(line.rpartition(" ")[2]) for line in lines}
+
+
+@pytest.mark.parametrize("leaves", [False, True])
+def test_histograms_of_tokens(parts: Parts, leaves: bool) -> None:
+    """One for each choice, and the longest of them one for each prompt."""
+    runner, _, generation = parts
+
+    async def main() -> None:
+        await generation.start([[5, 6, 7], [5] * 30], [SamplingParams()] * 2, b"", 100)
+        for length, stream in zip((1, 3, 7, 2), runner.streams, strict=True):
+            reason = None if leaves else "length"
+            stream.give([Token("0", 5, "a", None)] * (length - 1) + [Token("0", 5, "a", reason)])
+        await anext(generation)
+        generation.close()
+
+    asyncio.run(main())
+    found = counted(generation)
+
+    def name(kind: str, part: str) -> str:
+        return f'kvgraph:request_{kind}_tokens_{part},model_name="tiny"}}'.replace("{,", "{")
+
+    for kind, bounds in {
+        "prompt": {"2.0": 0, "5.0": 2, "20.0": 2, "50.0": 4, "2000.0": 4},
+        "generation": {"1.0": 1, "2.0": 2, "5.0": 3, "10.0": 4},
+        "max_num_generation": {"2.0": 0, "5.0": 1, "10.0": 2, "+Inf": 2},
+    }.items():
+        for bound, count in bounds.items():
+            assert found[name(kind, f'bucket{{le="{bound}"')] == count, (kind, bound)
+    assert found[name("generation", "sum{")] == 13
+    assert found[name("max_num_generation", "sum{")] == 10
+    assert name("prompt", 'bucket{le="5000.0"') not in found
 
 
 def test_an_answer_is_freed_without_a_search_for_garbage(engine: Engine) -> None:

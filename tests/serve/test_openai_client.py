@@ -148,6 +148,26 @@ def _given(fields: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in fields.items() if value is not None}
 
 
+def test_a_second_turn_has_the_call_and_its_result(client: Any, server: Server) -> None:
+    pytest.importorskip("llguidance", reason="structured output needs the extra `guide`")
+    tools = [{"type": "function", "function": TOOL}]
+    asked = [{"role": "user", "content": "Is it so?"}]
+    fields = {**GREEDY, "max_tokens": 40, "tools": tools}
+    first = client.chat.completions.create(messages=asked, tool_choice="required", **fields)
+    (call,) = first.choices[0].message.tool_calls
+    result = {"role": "tool", "tool_call_id": call.id, "content": "It is so."}
+    talk = [*asked, first.choices[0].message, result]
+    answer = client.chat.completions.create(messages=talk, **fields)
+    assert answer.choices[0].message.content
+    shown = [*asked, first.choices[0].message.model_dump(exclude_none=True), result]
+    rendered = answered(server.post("/tokenize", {"messages": shown, "tools": tools}))
+    text = answered(server.post("/detokenize", {"tokens": rendered["tokens"]}))["prompt"]
+    assert answer.usage.prompt_tokens == rendered["count"]
+    assert f'Answer:{{"name":"f","arguments":{call.function.arguments}}}' in text
+    assert text.endswith("Result: It is so.\n\nAnswer:")
+    assert '"name": "f"' in text
+
+
 def test_models(client: Any) -> None:
     assert [model.object for model in client.models.list()] == ["model"]
 

@@ -136,6 +136,31 @@ def test_figures_of_a_server_that_is_gone(server: Server, browser: Browser) -> N
     assert browser.value(text_of("running")) == browser.value(text_of("rate")) == "-"
 
 
+OF_REPLICAS = """
+const fetched = window.fetch;
+window.fetch = async (path, ...more) => {
+  const answer = await fetched(path, ...more);
+  if (path !== "state") return answer;
+  const state = { ...await answer.json(), num_shared_pages: null, rows: null };
+  return new Response(JSON.stringify(state));
+};
+"""
+
+
+def test_figures_that_replicas_lack_are_hidden(
+    server: Server, browser: Browser, artifact: Path
+) -> None:
+    browser.open(server.url)
+    browser.wait(f"{text_of('running')} === '0'")
+    for name in ("ofrows", "sharedrow"):
+        assert not browser.value(f"document.getElementById('{name}').hidden")
+    browser.value(OF_REPLICAS)
+    browser.wait("document.getElementById('ofrows').hidden")
+    assert browser.value("document.getElementById('sharedrow').hidden")
+    assert browser.value(text_of("held")).startswith("0 of ")
+    assert browser.value(text_of("model")) == artifact.name, "the page shows no error"
+
+
 def test_it_fits_a_narrow_window(server: Server, browser: Browser) -> None:
     browser.resize(360, 640)
     browser.open(server.url)

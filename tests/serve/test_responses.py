@@ -87,6 +87,23 @@ def test_an_answer_is_the_engines_own(server: Server, engine: Engine) -> None:
     assert without_names(again) == without_names(answer)
 
 
+def test_the_additional_fields_of_chats_are_here() -> None:
+    renamed = {"messages", "max_tokens", "max_completion_tokens", "logprobs", "response_format"}
+    renamed |= {"reasoning_effort", "verbosity"}
+    of_chats = set(ChatRequest.__struct_fields__) - renamed - {"modalities"}
+    assert of_chats <= set(ResponseRequest.__struct_fields__)
+
+
+def test_an_answer_continues_the_last_message(server: Server, engine: Engine) -> None:
+    chat = [{"role": "user", "content": ASKED}, {"role": "assistant", "content": "It binds a"}]
+    body = {**BODY, "input": chat, "instructions": None, "continue_final_message": True}
+    (item,) = answered(server.post(PATH, body))["output"]
+    done = engine.chat(chat, SamplingParams(max_tokens=12), continue_final_message=True)
+    assert item["content"][0]["text"] == done.text
+    refused = server.post(PATH, body | {"add_generation_prompt": True})
+    assert "expected no add_generation_prompt next to it" in refusal(refused, 400)
+
+
 def test_a_text_that_ends_is_complete(server: Server) -> None:
     answer = answered(server.post(PATH, {**BODY, "guided_regex": "ab"}))
     assert (answer["status"], answer["incomplete_details"]) == ("completed", None)

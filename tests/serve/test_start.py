@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
@@ -63,6 +64,28 @@ def test_it_listens_while_it_hashes(artifact: Path, tmp_path: Path) -> None:
         server.complete("The")
     finally:
         server.close()
+
+
+def test_a_log_of_an_artifact_that_takes_long(artifact: Path, tmp_path: Path) -> None:
+    code = "from kvgraph.serve import log; log.PROGRESS_SECONDS = 0; " + WAITING.format(name="read")
+    command = [sys.executable, "-c", code, "serve", artifact, "--verify", "--port", 0]
+    with running(command) as process:
+        assert process.stdin is not None
+        assert process.stderr is not None
+        process.stdin.write("\n")
+        process.stdin.flush()
+        lines = []
+        while not lines or lines[-1].get("event") != "ready":
+            lines.append(json.loads(process.stderr.readline()))
+        process.terminate()
+        assert process.wait(SECONDS) == 0
+    first, *told, last = lines
+    assert (first["event"], last["event"]) == ("listening", "ready")
+    assert {(line["event"], line["task"]) for line in told} == {("loading", "hashing")}
+    shares = [line["share"] for line in told]
+    assert shares == sorted(shares)
+    assert 0 <= shares[0] <= shares[-1] <= 1
+    assert told[-1]["seconds_left"] >= 0
 
 
 def test_a_signal_ends_it_while_it_hashes(artifact: Path, tmp_path: Path) -> None:

@@ -23,8 +23,10 @@ from kvgraph.serve.app import make_app
 from kvgraph.serve.facts import EngineFacts
 from kvgraph.serve.latency import keep_heap, share_python
 from kvgraph.serve.load import Load
+from kvgraph.serve.log import send_lines
 from kvgraph.serve.options import ServeOptions
 from kvgraph.serve.replicas.fleet import Fleet
+from kvgraph.serve.replicas.held_lines import HeldLines
 from kvgraph.serve.replicas.host import EngineHost, ReplicaClosedError
 from kvgraph.serve.replicas.index import RoutingIndex
 from kvgraph.serve.replicas.messages import Message, Order
@@ -36,7 +38,10 @@ PREFILL_TOKENS = 256
 """Prompt tokens left to compute below which the answering replica computes the prompt itself."""
 
 LOOK_SECONDS = 0.5
-"""Interval at which an ingress updates its data on the replicas."""
+"""Interval at which an ingress updates its data on the replicas, and sends lines of its log."""
+
+LAST_LINES_SECONDS = 1.0
+"""Time in which an ingress that ends must send the last lines of its log."""
 
 
 class EngineReplica:
@@ -97,6 +102,8 @@ class FleetService(Service):
         self._fleet: Fleet | None = None
         self._load: Load | None = None
         self._tasks: dict[str, asyncio.Task[None]] = {}
+        self.lines = HeldLines()
+        """Lines of the log that are not sent yet."""
 
     def start(self) -> None:
         """Start `load` as a task, so that the server answers meanwhile."""
@@ -134,6 +141,9 @@ class FleetService(Service):
             task.cancel()
         if self._fleet is not None:
             await self._fleet.close()
+        with suppress(RayError, TimeoutError):
+            async with asyncio.timeout(LAST_LINES_SECONDS):
+                await self._send_lines()
 
     def _ask(self, order: Order) -> AsyncIterator[Message]:
         return _messages(self._generate, order)
@@ -156,7 +166,17 @@ class FleetService(Service):
             await asyncio.sleep(LOOK_SECONDS)
             with suppress(RayError):
                 await self._look()
+                await self._send_lines()
                 await self._follow_drain()
+
+    async def _send_lines(self) -> None:
+        """Send lines of the log to the index, where the command takes them."""
+        if lines := self.lines.take():
+            try:
+                await self._index.log.remote(lines)
+            except RayError:
+                self.lines.add(lines)
+                raise
 
     async def _follow_drain(self) -> None:
         """Start the drain when the index asks for it, and report its end at each look.
@@ -194,7 +214,7 @@ class FleetService(Service):
         with suppress(RayError):  # the index restarts: show the last data
             await self._look()
         load = self._last_load()
-        return {**counts_of(load.stats, load), "num_shared_pages": 0, "rows": []}
+        return {**counts_of(load.stats, load), "num_shared_pages": None, "rows": None}
 
 
 async def _messages(method: DeploymentHandle, order: Order) -> AsyncIterator[Message]:
@@ -233,6 +253,7 @@ def ingress_app(
     os.environ.setdefault("grpc_proxy", "")
     handles = {role: serve.get_deployment_handle(role, application) for role in roles}
     service = FleetService(name, folder, options, index, handles[DECODE], handles.get(PREFILL))
+    send_lines(lambda line: service.lines.add([line]))
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:

@@ -26,7 +26,7 @@ from starlette.applications import Starlette
 from kvgraph.errors import RequestError
 from kvgraph.runtime.chat import Prompts
 from kvgraph.runtime.engine import Engine
-from kvgraph.serve.log import write_line
+from kvgraph.serve.log import write_line, write_text
 from kvgraph.serve.options import ServeOptions
 from kvgraph.serve.replicas.actors import EngineReplica, ingress_app, start_index, start_lock
 from kvgraph.serve.replicas.address import hold
@@ -55,7 +55,8 @@ STOP_SECONDS = 20.0
 """Extra time for Ray's own processes to end."""
 
 ASK_SECONDS = 2.0
-"""Time in which a cluster can still be asked to end the replicas after a second signal."""
+"""Time in which the index must give lines of the log, and in which a cluster can still be asked to
+end the replicas after a second signal."""
 
 OBJECT_STORE_BYTES = 256 << 20
 """Size of the object store of a Ray that is started here; messages are small."""
@@ -144,6 +145,7 @@ def serve_replicas(
                 write_line(line | ({"sampling": sampling} if sampling else {}))
                 while not ending.first.wait(LOOK_SECONDS):
                     _require_ray()
+                    _write_lines(index)
                 _drain(index, options, ending)
     finally:
         _stop(index, options, ending)
@@ -315,6 +317,13 @@ def _why(found: ApplicationStatusOverview) -> str:
     return str(found.message)
 
 
+def _write_lines(index: ActorHandle) -> None:
+    """Write the lines of the ingress's log to stderr."""
+    with suppress(Exception):  # the index may restart
+        for line in ray.get(index.lines.remote(), timeout=ASK_SECONDS):
+            write_text(line)
+
+
 def _drain(index: ActorHandle, options: ServeOptions, ending: _Ending) -> None:
     """Wait until no request runs. Replicas that Ray stops would lose requests on their way.
 
@@ -323,7 +332,9 @@ def _drain(index: ActorHandle, options: ServeOptions, ending: _Ending) -> None:
     end = time.monotonic() + options.drain_seconds + CUT_SECONDS
     while time.monotonic() < end and not _has_lost_ray():
         with suppress(Exception):  # the index may restart
-            if ray.get(index.drain.remote(), timeout=CUT_SECONDS):
+            has_drained = ray.get(index.drain.remote(), timeout=CUT_SECONDS)
+            _write_lines(index)
+            if has_drained:
                 return
         if ending.second.wait(0.1):
             return
@@ -360,6 +371,7 @@ def _end_serve(index: ActorHandle, ending: _Ending) -> None:
             ray.get(index.drain.remote(), timeout=CUT_SECONDS)
     with suppress(Exception):  # Serve waits for at most a minute
         serve.delete(APPLICATION)
+    _write_lines(index)  # of requests that ended meanwhile
     with suppress(Exception):
         if os.environ.get("RAY_ADDRESS"):
             serve.shutdown()

@@ -21,6 +21,7 @@ from kvgraph.kv.pool.lookup import deepest_window
 from kvgraph.runtime.stats import EngineStats
 from kvgraph.serve.facts import EngineFacts
 from kvgraph.serve.load import Load
+from kvgraph.serve.replicas.held_lines import HeldLines
 from kvgraph.serve.replicas.messages import try_before
 from kvgraph.serve.replicas.report import DECODE, Report, unpacked
 
@@ -68,6 +69,7 @@ class RoutingIndex:
         self._turns = itertools.count(1)
         self._gone: dict[bytes, EngineStats] = {}  # epoch -> counters of an engine that has ended
         self._is_draining = self._has_drained = False
+        self._lines = HeldLines()
 
     # -- from replicas
 
@@ -193,11 +195,19 @@ class RoutingIndex:
         self._is_draining = True
         return self._has_drained
 
+    def lines(self) -> list[str]:
+        """Lines of the ingress's log since the last call."""
+        return self._lines.take()
+
     # -- from the ingress
 
     def end_drain(self) -> None:
         """Note that the ingress has no request left, and accepts none."""
         self._has_drained = True
+
+    def log(self, lines: list[str]) -> None:
+        """Hold lines of the log until the command asks for them."""
+        self._lines.add(lines)
 
     # -- queries
 

@@ -176,6 +176,35 @@ def test_a_drain_ends_with_the_last_request(artifact: Path) -> None:
     with_replicas(artifact, 1, task, num_pages=100)
 
 
+def test_lines_of_the_log_reach_the_command(artifact: Path) -> None:
+    """All of them before the drain ends, also by way of an index that is restarted meanwhile."""
+
+    async def task(local: Local) -> None:
+        asked: list[str] = []
+
+        def before(name: str) -> None:
+            if name == "log":
+                asked.append(name)
+                if len(asked) == 1:
+                    raise RayActorError
+
+        own = service(artifact, local, Handle(local.index, before))
+        await own.load()
+        own.lines.add(["a", "b"])
+        while len(asked) < 2:
+            await asyncio.sleep(0.01)
+        assert local.index.lines() == ["a", "b"]
+        own.lines.add(["c"])
+        while not local.index.drain():
+            await asyncio.sleep(0.01)
+        assert local.index.lines() == ["c"]
+        own.lines.add(["d"])  # of a request that the end of the ingress cuts
+        await own.close()
+        assert local.index.lines() == ["d"]
+
+    with_replicas(artifact, 1, task, num_pages=100)
+
+
 def test_the_page_shows_the_last_numbers_while_the_index_is_restarted(artifact: Path) -> None:
     async def task(local: Local) -> None:
         gone: list[str] = []
@@ -189,6 +218,7 @@ def test_the_page_shows_the_last_numbers_while_the_index_is_restarted(artifact: 
         gone.append("index")
         state = await own.require_ready().state()
         assert state["num_pages"] == 100
+        assert (state["rows"], state["num_shared_pages"]) == (None, None)  # unknown, not 0
         await own.close()
 
     with_replicas(artifact, 1, task, num_pages=100)

@@ -161,7 +161,13 @@ def test_a_server_of_two_replicas(artifact: Path, engine: Engine, tmp_path: Path
                 time.sleep(0.02)
             refusal(ready, 503)
             assert stream.result()[-1]["choices"][0]["finish_reason"] == "length", "it was drained"
+            assert server.process.wait(60) == 0
     assert processes() == []
+    logged = [line for line in server.log().splitlines() if line.startswith("{")]  # not Ray's own
+    lines = list(map(json.loads, logged))
+    done = [line["path"] for line in lines if "reasons" in line and line["status"] == 200]
+    assert done.count("/v1/completions") == 6 + 1 + 1 + 1 + 9 + 1, "a line of the log for each"
+    assert done.count("/v1/chat/completions") == 1
 
 
 @pytest.mark.slow
