@@ -69,7 +69,7 @@ def serve(
         typer.Option(min=1, help="Time that an idle connection stays open: more than a proxy's."),
     ] = DEFAULTS.keep_alive_seconds,
     max_queued_requests: Annotated[
-        int, typer.Option(min=0, help="Most requests that wait for a row of the batch.")
+        int, typer.Option(min=0, help="Most requests that wait for a row or for pages.")
     ] = DEFAULTS.max_queued_requests,
     max_queued_tokens: Annotated[
         int | None,

@@ -62,11 +62,16 @@ class PagedQueries(KVCacheManager):
         row = row_of(request_id, self._claimed, replica_idx, "get_req_blocks")
         return list(row.pages[0 if leaf is None else self._leaf_index(leaf)])
 
-    def num_free_blocks(self, replica_idx: int = 0) -> int:
+    def num_free_blocks(self, replica_idx: int = 0, leaf: str | None = None) -> int:
         """Number of pages that no request holds, cached pages included. Pages that are being
         offloaded to a tier count: a request that needs one ends its copy. Any thread may call it.
+
+        `leaf`: path in a tree; the default is the sum over all leaves.
         """
-        return sum(pool.num_obtainable for pool in self._pools(replica_idx, "num_free_blocks"))
+        pools = self._pools(replica_idx, "num_free_blocks")
+        if leaf is not None:
+            pools = [pools[self._leaf_index(leaf)]]
+        return sum(pool.num_obtainable for pool in pools)
 
     def total_num_blocks(self, replica_idx: int = 0) -> int:
         """Number of usable pages of a replica, summed over leaves."""

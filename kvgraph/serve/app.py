@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import hmac
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import suppress
@@ -29,7 +28,8 @@ from kvgraph.serve.ending import AnswersAtEnd
 from kvgraph.serve.errors import ServeError, brief, error_body
 from kvgraph.serve.generation import Generation
 from kvgraph.serve.items import ResponseRequest
-from kvgraph.serve.jobs import Job
+from kvgraph.serve.jobs import Job, most_unread, require_answer_room
+from kvgraph.serve.keys import RequiresKey
 from kvgraph.serve.log import REQUEST_ID, is_request_id, log_answer, log_request
 from kvgraph.serve.protocol import (
     OF_BOTH,
@@ -75,6 +75,8 @@ def make_app(service: Service, lifespan: Lifespan[Starlette] | None = None) -> S
         500: _failed,
     }
     app = Starlette(routes=routes, exception_handlers=handlers, lifespan=lifespan)
+    if keys := service.options.api_keys:
+        app.add_middleware(RequiresKey, keys=keys, refuse=_refused)
     app.add_middleware(AnswersAtEnd, service=service)
     if origins := service.options.allowed_origins:
         app.add_middleware(
@@ -93,7 +95,6 @@ class Endpoints:
 
     def __init__(self, service: Service) -> None:
         self._service = service
-        self._keys = [key.encode() for key in service.options.api_keys]
         self._created = int(time.time())
 
     # -- the server itself
@@ -110,17 +111,14 @@ class Endpoints:
         return Response(b"{}", media_type=JSON)
 
     async def version(self, request: Request) -> Response:
-        self._require_key(request)
         return _answered(request, {"version": __version__})
 
     async def metrics(self, request: Request) -> Response:
-        self._require_key(request)
         text = self._service.require_loaded().metrics.text()
         return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
 
     async def state(self, request: Request) -> Response:
         """The data that the page at / shows."""
-        self._require_key(request)
         served = self._service.require_loaded()
         try:
             state = await served.state()
@@ -130,12 +128,10 @@ class Endpoints:
             raise ServeError(503, str(error)) from error
 
     async def models(self, request: Request) -> Response:
-        self._require_key(request)
         body = {"object": "list", "data": [self._model()]}
         return _answered(request, body)
 
     async def model(self, request: Request) -> Response:
-        self._require_key(request)
         model, asked = self._model(), request.path_params["name"]
         if asked != model["id"]:
             raise ServeError(404, f"model: expected {model['id']!r}, got {brief(asked)}")
@@ -151,7 +147,6 @@ class Endpoints:
         }
 
     async def tokenize(self, request: Request) -> Response:
-        self._require_key(request)
         served = self._service.require_loaded()
         given = decoded(await self._body(request), TokenizeRequest)
         if (given.prompt is None) == (given.messages is None):
@@ -164,7 +159,6 @@ class Endpoints:
         return _answered(request, found)
 
     async def detokenize(self, request: Request) -> Response:
-        self._require_key(request)
         served = self._service.require_loaded()
         given = decoded(await self._body(request), DetokenizeRequest)
         text = await asyncio.to_thread(served.detokenize, given.tokens)
@@ -173,21 +167,18 @@ class Endpoints:
     # -- generation
 
     async def completions(self, request: Request) -> Response:
-        self._require_key(request)
         self._service.require_ready()
         given = decoded(await self._body(request), CompletionRequest)
         job = await completion_job(self._service, given)
         return await self._run(request, job, answer_completion, completion_events)
 
     async def chat(self, request: Request) -> Response:
-        self._require_key(request)
         self._service.require_ready()
         given = decoded(await self._body(request), ChatRequest)
         job = await chat_job(self._service, given)
         return await self._run(request, job, answer_chat, chat_events)
 
     async def responses(self, request: Request) -> Response:
-        self._require_key(request)
         self._service.require_ready()
         given = decoded(await self._body(request), ResponseRequest)
         job = await response_job(self._service, given)
@@ -198,6 +189,7 @@ class Endpoints:
         self, request: Request, job: Job, answer: Answer, events: Events, tries: int = 2
     ) -> Response:
         served = self._service.require_ready()
+        require_answer_room(job)
         options = self._service.options
         interval = options.stream_interval if job.streams else 1
         drops = job.drops_output
@@ -210,7 +202,8 @@ class Endpoints:
             log_request(request.url.path, status, job, generation, started, options.log_prompts)
 
         try:
-            await generation.start(job.prompts, job.params, job.salt, options.max_unread_tokens)
+            most = most_unread(job, options.max_unread_tokens)
+            await generation.start(job.prompts, job.params, job.salt, most)
             if job.streams:
                 frames = events(job, generation)
                 return EventStream(frames, generation, log)
@@ -226,16 +219,6 @@ class Endpoints:
                 generation.close()
         log(200)
         return Response(encoded(body), media_type=JSON)
-
-    def _require_key(self, request: Request) -> None:
-        if not self._keys:
-            return
-        scheme, _, given = request.headers.get("authorization", "").partition(" ")
-        key = given.strip().encode() if scheme.lower() == "bearer" else b""
-        # Compare every key, so that the time reveals nothing.
-        matches = [hmac.compare_digest(key, known) for known in self._keys]
-        if True not in matches:
-            raise ServeError(401, "authorization: expected Bearer and a key of this server")
 
     async def _body(self, request: Request) -> bytes:
         coding = request.headers.get("content-encoding", "").strip()

@@ -23,7 +23,13 @@ from kvgraph.serve.answers import (
     usage_of,
 )
 from kvgraph.serve.generation import Choice, Generation, salt_of
-from kvgraph.serve.jobs import Job, require_choices, require_output_room, usage_so_far
+from kvgraph.serve.jobs import (
+    Job,
+    most_tokens_each,
+    require_choices,
+    require_output_room,
+    usage_so_far,
+)
 from kvgraph.serve.protocol import ChatRequest
 from kvgraph.serve.sampling import refusal, sampling_of
 from kvgraph.serve.service import Served, Service
@@ -38,7 +44,7 @@ async def chat_job(service: Service, given: ChatRequest) -> Job:
     served = service.require_ready()
     given.require_supported()
     require_choices(service.options.max_choices, given.num_each)
-    served.admission.require_room(given.num_each, 0)  # before any text is rendered
+    served.admission.require_room([()] * given.num_each)  # before any text is rendered
     tools = Tools(given)
     shape = _shape(given, tools)
     prompt = await _rendered(served, given, tools, served.facts.longest)
@@ -48,12 +54,15 @@ async def chat_job(service: Service, given: ChatRequest) -> Job:
     fits = require_output_room(
         prompt, wanted, served.facts.longest, prompt_field="messages", limit_field=limit
     )
+    logprobs = (given.top_logprobs or 0) if given.logprobs else None
+    if wanted is None:
+        fits = min(fits, most_tokens_each(given.num_each, logprobs))
     params = sampling_of(
         given,
         served.facts.vocab_size,
         served.sampling,
         max_tokens=fits,
-        logprobs=(given.top_logprobs or 0) if given.logprobs else None,
+        logprobs=logprobs,
         prompt_logprobs=None,
         shape=shape,
     )

@@ -42,7 +42,7 @@ async def completion_job(service: Service, given: CompletionRequest) -> Job:
     given.require_supported()
     count = len(given.prompts) * given.num_each
     require_choices(service.options.max_choices, count)
-    served.admission.require_room(count, 0)  # before any text is tokenized
+    served.admission.require_room([()] * count)  # before any text is tokenized
     drops_output = given.max_tokens == 0
     if drops_output and not given.echo:
         raise ServeError(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from kvgraph.contract.params import KVCacheParams
 from kvgraph.kv.paged import PagedKVCacheManager
 from kvgraph.kv.pool.identity import PoolSettings
 from kvgraph.runtime.engine import Engine
@@ -21,6 +22,8 @@ class EngineFacts:
     page_size: int
     prefix_caching: bool
     num_pages: int | None
+    leaves: tuple[KVCacheParams, ...] = ()
+    """Parameters of each leaf of a paged cache; empty for any other cache."""
     settings: PoolSettings | None = None
     """Settings that the digests of pages depend on; None without a prefix cache."""
     routed_pages: int = 0
@@ -40,7 +43,10 @@ def facts_of(engine: Engine) -> EngineFacts:
         kv.params.enable_prefix_caching,
         engine.stats().num_pages,
     )
-    if not (isinstance(kv, PagedKVCacheManager) and facts.prefix_caching):
+    if not isinstance(kv, PagedKVCacheManager):
+        return facts
+    facts = replace(facts, leaves=tuple(kv.params.leaves.values()))
+    if not facts.prefix_caching:
         return facts
     pages, window = kv.followed()
     return replace(facts, settings=kv.settings, routed_pages=pages, window=window)

@@ -17,7 +17,7 @@ from kvgraph.runtime.sampling import Token
 from kvgraph.runtime.sampling_params import SamplingParams
 from kvgraph.runtime.token_stream import TokenStream
 from kvgraph.serve.errors import ServeError, without_id
-from kvgraph.serve.load import Admission
+from kvgraph.serve.load import Admission, Place
 from kvgraph.serve.metrics import Metrics
 from kvgraph.serve.sampling import ShapedParams, refusal
 from kvgraph.serve.shapes import refused_part
@@ -49,6 +49,7 @@ class Choice:
     index: int
     prompt: list[int]
     stream: TokenStream
+    place: Place
     tokens: list[Token] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     num_generated: int = 0
@@ -91,6 +92,7 @@ class Generation:
         self._drops_output = drops_output
         self._news = asyncio.Event()
         self.choices: list[Choice] = []
+        self._places: list[Place] = []
 
     async def start(
         self, prompts: Sequence[list[int]], params: Sequence[SamplingParams], salt: bytes, most: int
@@ -101,9 +103,9 @@ class Generation:
         `most`: unread tokens at which a choice is cancelled.
         """
         each = [prompt for prompt in prompts for _ in params]
-        self._admission.require_room(len(each), sum([len(prompt) for prompt in each]))
-        for prompt in each:  # count them as queued while they are submitted, which may take long
-            self._admission.enter(len(prompt))
+        self._admission.require_room(each, salt)
+        # Count them as queued while they are submitted, which may take long.
+        self._places = [self._admission.enter(prompt, salt) for prompt in each]
         parts = [
             self._place(number * len(params), prompt, params, salt, most)
             for number, prompt in enumerate(prompts)
@@ -114,7 +116,7 @@ class Generation:
         except BaseException as error:
             for task in placing:
                 task.cancel()
-            self._give_up(each)
+            self._give_up()
             await asyncio.gather(*placing, return_exceptions=True)
             if not isinstance(error, RequestError | UnsupportedError | MissingDependencyError):
                 raise
@@ -137,7 +139,9 @@ class Generation:
             stream = await self._runner.submit(
                 prompt, fits, cache_salt=salt, most_unread=most, news=self._news
             )
-            choice = Choice(index + number, prompt, stream)
+            place = self._places[index + number]
+            place.stats = stream.stats
+            choice = Choice(index + number, prompt, stream, place)
             stream.watch = partial(self._came, choice)
             stream.interval = self._interval
             self.choices.append(choice)
@@ -145,13 +149,13 @@ class Generation:
                 self._came(choice)
             self._metrics.submitted(len(prompt))
 
-    def _give_up(self, each: Sequence[list[int]]) -> None:
+    def _give_up(self) -> None:
         """Undo `start`: close submitted choices, and uncount prompts that no engine has taken."""
         placed = {choice.index for choice in self.choices}
-        for index, prompt in enumerate(each):
+        for index, place in enumerate(self._places):
             if index not in placed:
-                self._admission.start(len(prompt))
-                self._admission.leave()
+                self._admission.start(place)
+                self._admission.leave(place)
         self.close()
 
     def _came(self, choice: Choice) -> None:
@@ -166,12 +170,12 @@ class Generation:
     def _leave_queue(self, choice: Choice) -> None:
         if choice.is_queued:
             choice.is_queued = False
-            self._admission.start(len(choice.prompt))
+            self._admission.start(choice.place)
 
     def _leave_engine(self, choice: Choice) -> None:
         if choice.is_open:
             choice.is_open = False
-            self._admission.leave()
+            self._admission.leave(choice.place)
 
     def __aiter__(self) -> Generation:
         return self

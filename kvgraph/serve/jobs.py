@@ -14,6 +14,13 @@ from kvgraph.serve.errors import ServeError, too_long
 from kvgraph.serve.generation import Generation
 from kvgraph.serve.tools import Tools
 
+MOST_ENTRIES = 1 << 21
+"""Most tokens and log-probabilities of an answer, over all its choices: about 450 MB of
+memory."""
+
+MOST_UNREAD_ENTRIES = 400_000
+"""The same for the part of a stream that its client has not read."""
+
 
 def require_choices(most: int, count: int) -> None:
     """Raise ServeError for a request of too many choices."""
@@ -68,8 +75,45 @@ class Job:
         """Number of log-probabilities in an answer of `tokens` tokens."""
         return tokens * (1 + (self.params[0].logprobs or 0)) if self.logprobs else 0
 
+    @property
+    def num_choices(self) -> int:
+        return len(self.prompts) * len(self.params)
+
     def head(self, kind: str) -> dict[str, object]:
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
+
+
+def require_answer_room(job: Job) -> None:
+    """Raise ServeError for an answer that may have more than MOST_ENTRIES tokens and
+    log-probabilities, including those of prompts."""
+    params = job.params[0]
+    tokens = job.num_choices * params.max_new_tokens
+    if params.prompt_logprobs is not None:
+        tokens += len(job.params) * sum(map(len, job.prompts))
+    if (entries := tokens * _entries(params.logprobs)) > MOST_ENTRIES:
+        raise ServeError(
+            400,
+            f"request: expected at most {MOST_ENTRIES} tokens and log-probabilities in all "
+            f"choices, got {entries} in {tokens} tokens; ask for fewer choices, max_tokens or "
+            "logprobs",
+        )
+
+
+def _entries(logprobs: int | None) -> int:
+    """A token, and its log-probabilities: its own and those of `logprobs` others."""
+    return 1 if logprobs is None else 2 + logprobs
+
+
+def most_tokens_each(count: int, logprobs: int | None) -> int:
+    """Most tokens of each of `count` choices in an answer of MOST_ENTRIES."""
+    return max(1, MOST_ENTRIES // (count * _entries(logprobs)))
+
+
+def most_unread(job: Job, most: int) -> int:
+    """Unread tokens at which a choice is cancelled: `most`, or an equal share of
+    MOST_UNREAD_ENTRIES."""
+    entries = job.num_choices * _entries(job.params[0].logprobs)
+    return min(most, MOST_UNREAD_ENTRIES // entries) if job.streams else most
 
 
 def usage_so_far(job: Job, generation: Generation) -> dict[str, object]:

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 class ServeOptions:
     """Settings and limits of a server.
 
-    Requests wait in a queue after those that have a row in the engine's batch. It holds at most
-    `max_queued_requests`, with at most `max_queued_tokens` prompt tokens (None: 16 steps of
-    prefill).
+    Requests wait in a queue behind those that can start: for which the batch has a row, and the
+    pool has free pages for the prompt. The queue holds at most `max_queued_requests`, with at most
+    `max_queued_tokens` prompt tokens (None: 16 steps of prefill).
     """
 
     max_queued_requests: int = 64
@@ -34,7 +34,8 @@ class ServeOptions:
     stream_interval: int = 1
     """Fewest new tokens of a stream's frame, except its first and last ones."""
     max_unread_tokens: int = 4096
-    """Unread tokens above which a stream is cancelled, as in `AsyncEngine.submit`."""
+    """Unread tokens above which a choice of a stream is cancelled, as in `AsyncEngine.submit`.
+    Fewer in a stream of many choices and log-probabilities."""
     send_seconds: float = 60.0
     """Time after which a connection is closed if the client takes nothing of its answer."""
     receive_seconds: float = 60.0

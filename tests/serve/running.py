@@ -20,6 +20,9 @@ LIMITED = (sys.executable, "-m", "tests.serve.limited")
 PACED = (sys.executable, "-m", "tests.serve.paced")
 SECONDS = 180.0
 """A wait that is longer has failed."""
+TEXTS = "/v1/completions"
+LONG = {"prompt": "The import", "max_tokens": 2000, "ignore_eos": True, "temperature": 0}
+WAITING = {**LONG, "stream": True}
 ESTABLISHED = "01"  # in Linux's /proc/net/tcp
 
 
@@ -161,6 +164,18 @@ def paced(folder: Path, *arguments: Any) -> Iterator[tuple[Server, Pace]]:
             yield server, pace
         finally:
             pace.end()
+
+
+@contextmanager
+def stream_of(server: Server, body: dict[str, Any] = WAITING) -> Iterator[Iterator[str]]:
+    """The lines of a stream that has begun; leaving it closes the connection."""
+    with (
+        httpx.Client(base_url=server.url, timeout=SECONDS) as client,
+        client.stream("POST", TEXTS, json=body) as answer,
+    ):
+        lines = answer.iter_lines()
+        assert next(lines).startswith("data: ")
+        yield lines
 
 
 def posted(path: str, body: Any, version: str = "1.1") -> bytes:

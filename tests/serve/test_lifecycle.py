@@ -22,7 +22,10 @@ import pytest
 from tests.serve.running import (
     COMMAND,
     LIMITED,
+    LONG,
     SECONDS,
+    TEXTS,
+    WAITING,
     Server,
     answered,
     frames,
@@ -30,32 +33,17 @@ from tests.serve.running import (
     posted,
     refusal,
     serving,
+    stream_of,
     wait_for,
 )
 from tests.support.command_line import run
 from tests.support.ports import free_port
-
-TEXTS = "/v1/completions"
-LONG = {"prompt": "The import", "max_tokens": 2000, "ignore_eos": True, "temperature": 0}
-WAITING = {**LONG, "stream": True}
 
 
 @contextmanager
 def limited(tmp_path: Path, artifact: Path, **options: Any) -> Iterator[Server]:
     with serving(tmp_path / "log", artifact, json.dumps(options), command=LIMITED) as server:
         yield server
-
-
-@contextmanager
-def stream_of(server: Server, body: dict[str, Any] = WAITING) -> Iterator[Iterator[str]]:
-    """The lines of a stream that has begun; leaving it closes the connection."""
-    with (
-        httpx.Client(base_url=server.url, timeout=SECONDS) as client,
-        client.stream("POST", "/v1/completions", json=body) as answer,
-    ):
-        lines = answer.iter_lines()
-        assert next(lines).startswith("data: ")
-        yield lines
 
 
 @pytest.mark.parametrize("signals", [[signal.SIGTERM], [signal.SIGHUP], [signal.SIGINT] * 2])
@@ -270,35 +258,6 @@ def test_a_body_that_is_on_its_way_when_the_server_ends(artifact: Path, tmp_path
         assert "graceful shutdown" in told
 
 
-def test_a_full_queue_refuses_before_any_header(artifact: Path, tmp_path: Path) -> None:
-    arguments = ("--max-batch-size", 1, "--max-queued-requests", 1, "--threads", 1)
-    with paced(tmp_path, artifact, *arguments) as (server, pace):
-        pace.allow(1)
-        with stream_of(server, {**WAITING, "n": 2}):  # one of them waits
-            for stream in (True, False):
-                answer = server.post("/v1/completions", {"prompt": "The", "stream": stream})
-                assert "expected at most 1 requests" in refusal(answer, 429)
-                assert 1 <= int(answer.headers["retry-after"]) <= 60
-            messages = [{"role": "user", "content": "Hi"}]
-            refusal(server.post("/v1/chat/completions", {"messages": messages}), 429)
-        pace.end()
-        server.wait_until_idle()
-        server.complete("The")
-
-
-def test_prompts_that_wait_are_bounded(artifact: Path, tmp_path: Path) -> None:
-    arguments = ("--max-batch-size", 1, "--max-queued-tokens", 100, "--threads", 1)
-    with paced(tmp_path, artifact, *arguments) as (server, pace):
-        pace.allow(1)
-        with ThreadPoolExecutor() as pool, stream_of(server):
-            waiting = pool.submit(server.complete, [5] * 500)  # alone in the queue it may wait
-            wait_for(lambda: server.state()["num_queued"] == 1, "it does not wait")
-            answer = server.post("/v1/completions", {"prompt": [5] * 2})
-            assert "100 tokens of prompts waiting, got" in refusal(answer, 429)
-            pace.end()
-        assert waiting.result()["usage"]["prompt_tokens"] == 500
-
-
 def test_what_never_fits_is_refused(artifact: Path, tmp_path: Path) -> None:
     arguments = ("--num-pages", 8, "--threads", 1)
     with serving(tmp_path / "log", artifact, *arguments) as server:
@@ -310,17 +269,6 @@ def test_what_never_fits_is_refused(artifact: Path, tmp_path: Path) -> None:
         sentence = refusal(server.post("/v1/completions", body), 400)
         assert f"at most {longest} tokens" in sentence
         assert f"64 of prompt and {longest - 63} of output" in sentence
-
-
-def test_a_pool_that_is_too_small_for_all_serves_all(artifact: Path, tmp_path: Path) -> None:
-    """Requests wait and are preempted; every answer is the one that it gets alone."""
-    with serving(tmp_path / "log", artifact, "--num-pages", 12, "--threads", 1) as server:
-        prompts = [[5 + i] * 20 for i in range(8)]
-        fields = {"max_tokens": 60, "ignore_eos": True}
-        alone = [server.complete(prompt, **fields)["choices"][0]["text"] for prompt in prompts]
-        together = server.complete(prompts, **fields)["choices"]
-        assert [choice["text"] for choice in together] == alone
-        server.wait_until_idle()
 
 
 def test_a_taken_port_is_one_sentence(server: Server, artifact: Path) -> None:

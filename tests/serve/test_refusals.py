@@ -69,6 +69,16 @@ TEXTS, CHATS = "/v1/completions", "/v1/chat/completions"
         ({"suffix": "end"}, "suffix: expected none", "suffix"),
         ({"best_of": 3}, "best_of: expected n=1, got 3", "best_of"),
         ({"stream_options": {"usage": True}}, "unknown field `usage`", None),
+        (
+            {"n": 64, "max_tokens": 2000, "logprobs": 20},
+            "at most 2097152 tokens and log-probabilities in all choices, got 2816000 in 128000 ",
+            None,
+        ),
+        (
+            {"prompt": ["is " * 1000] * 100, "echo": True, "logprobs": 20},
+            "log-probabilities in all choices, got 2213200 in 100600 ",
+            None,
+        ),
     ],
 )
 def test_a_completion_that_cannot_be(

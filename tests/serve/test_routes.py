@@ -307,6 +307,10 @@ def guarded() -> list[tuple[str, str]]:
     return [one for one in found if one[0] not in OPEN]
 
 
+UNROUTED = [("/nope", "GET"), ("/v1/completions", "GET"), ("/v1/completions", "OPTIONS")]
+"""Requests that no endpoint takes: unknown paths and wrong methods."""
+
+
 def check_origins(server: Server) -> None:
     """A browser asks first, without a key; a page of another origin reads no answer."""
     for origin, code in ((ORIGIN, 200), ("https://b.example", 400)):
@@ -337,7 +341,7 @@ def test_keys_origins_and_dashboards(artifact: Path, tmp_path: Path) -> None:
             {"authorization": "Bearer key-three"},
             {"authorization": "Basic key-one"},
         ):
-            for path, method in guarded():
+            for path, method in (*guarded(), *UNROUTED):
                 answer = server.client.request(method, path, content=b"no JSON", headers=wrong)
                 assert "expected Bearer" in refusal(answer, 401), path
                 assert answer.headers["www-authenticate"] == "Bearer"

@@ -103,7 +103,7 @@ class Answered:
         one = TokenLogprobs(Logprob(5, -1.0, 1), ())
         tokens = [Token("a", 5, "x", None, logprobs=one)] * num_tokens
         tokens.append(tokens[0]._replace(finish_reason="stop"))
-        self.choices = [Choice(0, [5], unused, tokens)]
+        self.choices = [Choice(0, [5], unused, unused, tokens)]
 
     async def all_tokens(self) -> list[list[Token]]:
         return [choice.tokens for choice in self.choices]

@@ -7,7 +7,9 @@ import os
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from contextvars import Context
+from dataclasses import replace
 from pathlib import Path
+from time import perf_counter
 
 import ray
 from ray import serve
@@ -25,6 +27,7 @@ from kvgraph.serve.latency import keep_heap, share_python
 from kvgraph.serve.load import Load
 from kvgraph.serve.log import send_lines
 from kvgraph.serve.options import ServeOptions
+from kvgraph.serve.replicas.feed import LOAD_SECONDS
 from kvgraph.serve.replicas.fleet import Fleet
 from kvgraph.serve.replicas.held_lines import HeldLines
 from kvgraph.serve.replicas.host import EngineHost, ReplicaClosedError
@@ -199,9 +202,10 @@ class FleetService(Service):
         await self._fleet.close()
 
     async def _look(self) -> bool:
+        asked = perf_counter()
         count, found = await self._index.load.remote()
-        if found is not None:
-            self._load = found
+        if found is not None:  # reports have no time of this machine's clock
+            self._load = replace(found, measured=asked - LOAD_SECONDS)
             if self.served is not None:
                 self.served.admission.num_engines = count
         return found is not None

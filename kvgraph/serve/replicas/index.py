@@ -293,8 +293,10 @@ def _sum(parts: Sequence[EngineStats]) -> EngineStats:
 def _together(loads: Sequence[Load], gone: Iterable[EngineStats]) -> Load:
     """The load of all replicas: rates are summed."""
     ends = sum([1 / load.finish_seconds for load in loads if load.finish_seconds])
+    free_pages = zip(*[load.free_pages for load in loads], strict=True)
     return replace(
         loads[0],
+        free_pages=tuple(map(sum, free_pages)),
         stats=_sum([*(load.stats for load in loads), *gone]),
         prefill_rate=sum([load.prefill_rate or 0.0 for load in loads]) or None,
         finish_seconds=1 / ends if ends else 0.0,

@@ -255,11 +255,13 @@ def test_numbers_of_all_replicas_together() -> None:
     assert index.load() == (0, None)
     assert index.facts() is None
     for name, count in (("a", 3), ("b", 4)):
-        assert Replica(name).report(index, whole=True, load=load_of(generated_tokens=count))
+        load = replace(load_of(generated_tokens=count), free_pages=(count, 20))
+        assert Replica(name).report(index, whole=True, load=load)
     count, together = index.load()
     assert count == 2
     assert together is not None
     assert (together.stats.generated_tokens, together.stats.num_pages) == (7, 100)
+    assert together.free_pages == (7, 40)
     index.forget("a")
     count, together = index.load()
     assert together is not None

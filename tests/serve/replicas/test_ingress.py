@@ -126,7 +126,7 @@ def test_what_runs_longer_than_a_drain_ends_with_an_error(artifact: Path) -> Non
         own = service(artifact, local, Handle(local.index), drain_seconds=0.1)
         await own.load()
         served = own.require_ready()
-        served.admission.enter(3)
+        served.admission.enter([5, 6, 7])
 
         async def ask(order: Order) -> AsyncIterator[Message]:
             async for message in local.hosts["r0"].generate(order):
@@ -154,7 +154,7 @@ def test_a_drain_ends_with_the_last_request(artifact: Path) -> None:
         own = service(artifact, local, handle, drain_seconds=100)
         await own.load()
         served = own.require_ready()
-        served.admission.enter(3)
+        place = served.admission.enter([5, 6, 7])
         assert not local.index.drain()
         while not own.is_draining:
             await asyncio.sleep(0.01)
@@ -164,8 +164,8 @@ def test_a_drain_ends_with_the_last_request(artifact: Path) -> None:
         tokens = [token async for tokens in stream for token in tokens]
         assert tokens[-1].error is None, "what runs goes on, at replicas that are there"
         assert not local.index.drain()
-        served.admission.start(3)
-        served.admission.leave()
+        served.admission.start(place)
+        served.admission.leave(place)
         while not local.index.drain():
             await asyncio.sleep(0.01)
         handle._actor = local.index = type(local.index)()
