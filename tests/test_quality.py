@@ -12,15 +12,19 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from typer.testing import CliRunner
 
 import kvgraph
 from kvgraph import cli
+from kvgraph.compiler import streamed, values
 from kvgraph.contract.manifest import QualityInfo, read_manifest
 from kvgraph.quality import measure, record
+from kvgraph.quality.reference import score_reference, windows_at_once
 from kvgraph.quality.scores import Scores, compare, score
 from kvgraph.quality.text import Text, cut_windows, held_out_text, read_text
 from tests.support.artifacts import TINY_LLAMA, Compiled
+from tests.support.models import make_model
 
 MOST = 700
 """Tokens: a whole window and a piece of one."""
@@ -103,6 +107,39 @@ def test_scores_against_their_definition() -> None:
     logits[129, 3] = np.nan
     with pytest.raises(kvgraph.ArtifactError, match="expected finite numbers"):
         score(logits, targets)
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gemma2", "phi"])
+def test_large_tables_are_read_in_pieces(
+    architecture: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of the first and the last layer: the same figures, and neither is ever whole."""
+    folder = make_model(architecture, tmp_path / "model", vocab_size=5000)
+    rng = np.random.default_rng(0)
+    windows = [rng.integers(0, 5000, length, np.int32) for length in (40, 40, 40, 9)]
+    expected = score_reference(folder, windows)
+    read = streamed.Streamed.read
+    sizes: dict[str, int] = {}
+
+    def note(self: streamed.Streamed, name: str, fake: torch.Tensor) -> torch.Tensor:
+        sizes[name] = fake.nbytes
+        return read(self, name, fake)
+
+    monkeypatch.setattr(streamed.Streamed, "read", note)
+    score_reference(folder, windows)
+    assert max(sizes.values()) > 1 << 20
+    sizes.clear()
+    monkeypatch.setattr(streamed, "LARGE", 1 << 19)
+    monkeypatch.setattr(values, "PIECE_BYTES", 1 << 17)
+    found = score_reference(folder, windows)
+    assert 0 < max(sizes.values()) <= 1 << 19
+    np.testing.assert_allclose(found.nats, expected.nats, rtol=1e-6)
+    assert (found.best == expected.best).all()
+
+
+def test_windows_run_together_if_their_logits_are_small() -> None:
+    sizes = [(512, 512), (512, 151_936), (512, 262_144), (4096, 262_144)]
+    assert [windows_at_once(*each) for each in sizes] == [4, 4, 2, 1]
 
 
 def test_hopeless_scores_stay_plain_numbers() -> None:

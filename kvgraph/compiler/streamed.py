@@ -1,6 +1,7 @@
 """Run a module with fake parameters: values are read from the checkpoint at use and freed after.
 
-At any time, memory holds the parameters of one module or of one operator at most.
+At any time, memory holds the parameters of one module or of one operator at most. Of a large token
+table or output projection it holds some rows.
 """
 
 from __future__ import annotations
@@ -11,12 +12,16 @@ from collections.abc import Callable, Iterator, Mapping
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn.functional import embedding, linear
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 from torch.utils.hooks import RemovableHandle
 
 from kvgraph.compiler.checkpoint import Checkpoint
 from kvgraph.compiler.model import Model
+
+LARGE = 256 << 20
+"""Bytes above which the weight of a linear layer or of a table is read in pieces."""
 
 
 class Streamed:
@@ -32,6 +37,29 @@ class Streamed:
         """
         return self._checkpoint.read(name, fake.dtype)
 
+    def linear(
+        self, name: str, fake: torch.Tensor, x: torch.Tensor, bias: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """The result of a linear layer with weight `name`, which is read in pieces."""
+        out = x.new_empty((*x.shape[:-1], len(fake)))
+        for rows, piece in self._pieces(name, fake):
+            out[..., rows] = linear(x, piece, None if bias is None else bias[rows])
+        return out
+
+    def embedding(self, name: str, fake: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        """Rows `ids` of the table `name`, which is read in pieces."""
+        out = torch.empty((*ids.shape, *fake.shape[1:]), dtype=fake.dtype)
+        for rows, piece in self._pieces(name, fake):
+            is_here = (ids >= rows.start) & (ids < rows.stop)
+            out[is_here] = piece[ids[is_here] - rows.start]
+        return out
+
+    def _pieces(self, name: str, fake: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor]]:
+        start = 0
+        for piece in self._checkpoint.get(name, fake.dtype).pieces():
+            yield slice(start, start + len(piece)), piece
+            start += len(piece)
+
     @contextlib.contextmanager
     def within(self, module: nn.Module) -> Iterator[None]:
         """Give parts of `module` their values while this context is active.
@@ -42,7 +70,10 @@ class Streamed:
         hooks: list[RemovableHandle] = []
         for path, part in module.named_modules():
             fakes: dict[str, torch.Tensor] = {
-                k: p for k, p in part._parameters.items() if isinstance(p, FakeTensor)
+                k: p
+                for k, p in part._parameters.items()
+                if isinstance(p, FakeTensor)
+                and not (isinstance(part, nn.Linear | nn.Embedding) and _is_large(p))
             }
             if fakes:
                 hooks += self._hooks(path, part, fakes)
@@ -69,11 +100,16 @@ class Streamed:
         return [part.register_forward_pre_hook(fill), part.register_forward_hook(empty)]
 
 
+def _is_large(weight: torch.Tensor) -> bool:
+    return weight.numel() * weight.dtype.itemsize > LARGE
+
+
 class _Elsewhere(TorchFunctionMode):
     """A torch mode that replaces fake parameters by their values in each operator's arguments.
 
     Without it the operator's result would be fake. A fake tensor that is added in place to a real
-    one changes nothing, and raises no error.
+    one changes nothing, and raises no error. Large weights of linear layers and tables never become
+    whole.
     """
 
     METADATA = frozenset(
@@ -93,8 +129,28 @@ class _Elsewhere(TorchFunctionMode):
         kwargs: Mapping[str, object] | None = None,
     ) -> object:
         if func not in self.METADATA:
+            found = self._in_pieces(func, *args, **(kwargs or {}))
+            if found is not None:
+                return found
             args, kwargs = tree_map_only(FakeTensor, self._value, (args, dict(kwargs or {})))
         return func(*args, **(kwargs or {}))
+
+    def _in_pieces(self, func: object, *args: object, **named: object) -> torch.Tensor | None:
+        """The result of an operator that reads a large weight in pieces; None for others."""
+        if func not in (linear, embedding) or len(args) < 2:
+            return None
+        x, weight, *rest = args
+        name = self._names.get(id(weight))
+        if name is None or not (isinstance(x, torch.Tensor) and isinstance(weight, torch.Tensor)):
+            return None
+        if not _is_large(weight):
+            return None
+        if func is linear:
+            bias = tree_map_only(FakeTensor, self._value, [*rest, named.get("bias")])[0]
+            return self._streamed.linear(name, weight, x, bias)
+        is_plain = named.get("max_norm") is None and not rest
+        is_known = not ((x < 0) | (x >= len(weight))).any()
+        return self._streamed.embedding(name, weight, x) if is_plain and is_known else None
 
     def _value(self, given: torch.Tensor) -> torch.Tensor:
         name = self._names.get(id(given))

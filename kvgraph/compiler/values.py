@@ -126,17 +126,6 @@ class Values(ABC):
         return self.open()(0, self.count).reshape(self.shape)
 
 
-def in_groups(source: Values, group: int) -> CodedRows:
-    """Open the stored rows of `source`, with groups of `group` inputs.
-
-    `group` must divide the group size of the source's form; 0: keep that size.
-    """
-    rows, form = source.open_coded(), source.form
-    assert form is not None
-    times = form.group // group if group else 1
-    return rows if times == 1 else lambda start, stop: rows(start, stop).spread(times)
-
-
 class Plain(Values):
     """A tensor as a shard stores it; it may hold integers."""
 

@@ -2,7 +2,7 @@
 
 It shares the reading of weights with compile, but no operator. If the checkpoint allows it, weights
 are in memory one module at a time. Each run reads all weights, so several windows of one length run
-together.
+together, if their logits are not too large.
 """
 
 from __future__ import annotations
@@ -21,6 +21,14 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 WINDOWS_AT_ONCE = 4
+LOGITS_BYTES = 5 << 28
+"""Most bytes of logits of several windows that run together: 1.25 GiB."""
+
+
+def windows_at_once(length: int, vocab_size: int) -> int:
+    """Number of windows of `length` tokens that run together."""
+    of_window = 4 * length * vocab_size
+    return max(1, min(WINDOWS_AT_ONCE, LOGITS_BYTES // of_window))
 
 
 def score_reference(source: Path, windows: Windows, max_seq_len: int | None = None) -> Scores:
@@ -46,10 +54,10 @@ def score_reference(source: Path, windows: Windows, max_seq_len: int | None = No
         with_values(loaded),
         task("scoring", total, "tokens") as advance,
     ):
-        for _, group in groupby(windows, len):
-            equal = list(group)
-            for first in range(0, len(equal), WINDOWS_AT_ONCE):
-                some = np.stack(equal[first : first + WINDOWS_AT_ONCE]).astype(np.int64)
+        for length, group in groupby(windows, len):
+            equal, count = list(group), windows_at_once(length, loaded.vocab_size)
+            for first in range(0, len(equal), count):
+                some = np.stack(equal[first : first + count]).astype(np.int64)
                 ids = torch.from_numpy(some[:, :-1])
                 logits_BNV = model(input_ids=ids, use_cache=False).logits.numpy()
                 for logits_NV, window in zip(logits_BNV, some, strict=True):

@@ -16,12 +16,13 @@ from torch.fx import Node
 import kvgraph
 from kvgraph.compiler import gpu_weights
 from kvgraph.compiler.frontends import huggingface
+from kvgraph.compiler.kept_rows import in_groups
 from kvgraph.compiler.passes import PassReport
 from kvgraph.compiler.passes.drop_no_ops import drop_no_ops
 from kvgraph.compiler.passes.fuse_experts import FUSED, fuse_experts
 from kvgraph.compiler.passes.parameters import stored_of
 from kvgraph.compiler.passes.quantize_linear import QUANTIZED, quantize_linear
-from kvgraph.compiler.values import Coded, CodedRows, Rows, Values, in_groups
+from kvgraph.compiler.values import Coded, CodedRows, Rows, Values
 from kvgraph.compiler.weights import Weights
 from kvgraph.contract.dtypes import AS_STORED
 from kvgraph.contract.safetensors import read_layout

@@ -16,6 +16,7 @@ import torch
 from torch.export import ExportedProgram
 from torch.fx import Node
 
+from kvgraph.compiler.kept_rows import in_groups
 from kvgraph.compiler.packed_weights import Section
 from kvgraph.compiler.passes import PassReport
 from kvgraph.compiler.passes.operands import (
@@ -38,7 +39,7 @@ from kvgraph.compiler.passes.parameters import (
     stored_of,
 )
 from kvgraph.compiler.passes.products import StoredWeight, turn_products, weight_of
-from kvgraph.compiler.values import Turned, Values, in_groups
+from kvgraph.compiler.values import Turned, Values
 from kvgraph.compiler.weights import Weights
 from kvgraph.ops import torch_ops
 from kvgraph.ops._linear import OUT_FEATURES

@@ -9,10 +9,11 @@ import torch
 from torch.export import ExportedProgram
 from torch.fx import Node
 
+from kvgraph.compiler.kept_rows import in_groups
 from kvgraph.compiler.passes.gates import Gate
 from kvgraph.compiler.passes.operands import UnmatchedError, expect, expect_dtype, value
 from kvgraph.compiler.passes.parameters import held
-from kvgraph.compiler.values import Coded, Values, in_groups
+from kvgraph.compiler.values import Coded, Values
 from kvgraph.compiler.weights import Weights
 from kvgraph.ops.packed import Form
 

@@ -19,10 +19,13 @@ import torch
 from kvgraph.compiler.frontends.folder import Config
 from kvgraph.compiler.frontends.gguf_file import nearest_bits, open_file, refuse
 from kvgraph.compiler.frontends.gguf_rope import is_rotary
-from kvgraph.compiler.frontends.stored_forms import GGUF_BLOCKS
 from kvgraph.compiler.quantized.gguf_blocks import (
     Blocks,
-    are_stored,
+    Data,
+    Decoded,
+    decoded,
+    do_fit,
+    form_of,
     of_experts,
     of_halves,
     of_matrix,
@@ -31,6 +34,7 @@ from kvgraph.compiler.quantized.gguf_processors import (
     Mixture,
     Parsed,
     Processor,
+    are_of_experts,
     processor_of,
     with_halves,
 )
@@ -102,24 +106,39 @@ def _values(
     shape: tuple[int, ...],
 ) -> Values:
     _require_count(path, tensors, shape)
-    compute = partial(_decode, path, name, tensors, processor, shape)
     where, bits = f"{path}: {tensors[0].name}", nearest_bits(tensors) or PLAIN_BITS
-    first, kind = tensors[0], tensors[0].tensor_type.name
-    if len(tensors) == 1 and len(shape) == 2 and kind in GGUF_BLOCKS:
+    found = _made_of(name, tensors, processor, shape)
+    if found is None:
+        compute = partial(_decode, path, name, tensors, processor, shape)
+        return Converted(where, shape, torch.float32, compute, bits)
+    data, is_transposed = found
+    form = form_of(tensors)
+    if form is None:
+        return Decoded(where, shape, bits, data, is_transposed=is_transposed)
+    return Blocks(where, shape, bits, data, form, is_transposed=is_transposed)
+
+
+def _made_of(
+    name: str, tensors: Sequence[ReaderTensor], processor: Mixture, shape: tuple[int, ...]
+) -> tuple[Data, bool] | None:
+    """The rows of a parameter, and whether the parameter is their transpose; None if transformers
+    changes more than the order of tensors' rows."""
+    first, is_matrix = tensors[0], len(shape) == 2
+    if is_matrix and len(tensors) == 1 and first.data.ndim == 2:
         order = _order_of_rows(name, first, processor, shape[0])
-        if order is not None and first.data.shape[0] == shape[0]:
-            return Blocks(where, shape, compute, bits, GGUF_BLOCKS[kind], of_matrix(first, order))
-        is_turned = are_stored(tensors, shape, are_transposed=True)
+        if order is not None and len(first.data) == shape[0]:
+            return of_matrix(first, order), False
+        is_turned = do_fit(tensors, shape, are_transposed=True)
         if is_turned and _is_transposed(name, first, processor):
-            data, form = of_matrix(first, np.arange(len(first.data))), GGUF_BLOCKS[kind]
-            return Blocks(where, shape, compute, bits, form, data, is_transposed=True)
-    if len(tensors) == 2 and len(shape) == 2 and are_stored(tensors, shape, are_transposed=False):
-        return Blocks(where, shape, compute, bits, GGUF_BLOCKS[kind], of_halves(tensors))
+            return of_matrix(first, np.arange(len(first.data))), True
+    if not are_of_experts(tensors):
+        return None
+    if is_matrix and len(tensors) == 2 and do_fit(tensors, shape, are_transposed=False):
+        return of_halves(tensors), False
     turned = processor.are_transposed
-    if len(shape) == 3 and are_stored(tensors, shape, are_transposed=turned):
-        data, form = of_experts(tensors, do_alternate=processor.do_alternate), GGUF_BLOCKS[kind]
-        return Blocks(where, shape, compute, bits, form, data, is_transposed=turned)
-    return Converted(where, shape, torch.float32, compute, bits)
+    if len(shape) == 3 and do_fit(tensors, shape, are_transposed=turned):
+        return of_experts(tensors, do_alternate=processor.do_alternate), turned
+    return None
 
 
 def _require_count(path: Path, tensors: Sequence[ReaderTensor], shape: tuple[int, ...]) -> None:
@@ -174,13 +193,11 @@ def _decode(
 ) -> torch.Tensor:
     """Decode a parameter from one tensor, or from two that the processor joins: gate and up of
     experts. ModelError if the result has another shape."""
-    from gguf import dequantize
-
     own = {tensor.name.removesuffix(".weight"): name for tensor in tensors}
     parsed: Parsed = {"tensors": {}}
     found: torch.Tensor | None = None
     for tensor in tensors:
-        numbers = dequantize(tensor.data, tensor.tensor_type)
+        numbers = decoded(tensor)
         try:
             made = processor.process(
                 weights=numbers, name=tensor.name, tensor_key_mapping=own, parsed_parameters=parsed
@@ -193,7 +210,7 @@ def _decode(
             ) from error
         found = parsed["tensors"].get(name)
         if found is None:
-            found = torch.from_numpy(np.array(made.weights, np.float32))
+            found = torch.from_numpy(np.require(made.weights, np.float32, ["C", "W"]))
     assert found is not None
     if tuple(found.shape) != shape:
         raise ModelError(

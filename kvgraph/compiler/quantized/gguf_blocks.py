@@ -1,8 +1,9 @@
-"""GGUF: weights in blocks that kernels support as they are stored.
+"""GGUF: weights that are made of tensors' rows, so that rows are decoded only when they are read.
 
-A block of 32 numbers of one row is a float16 scale and 32 int8 (Q8_0), or such a scale and 16 bytes
-(Q4_0), or an exponent and 16 bytes (MXFP4). Bytes have two numbers: the first 16 numbers of a block
-are in the low bits, the last 16 in the high bits.
+Kernels support some types of blocks as they are stored. A block of 32 numbers of one row is a
+float16 scale and 32 int8 (Q8_0), or such a scale and 16 bytes (Q4_0), or an exponent and 16 bytes
+(MXFP4). Bytes have two numbers: the first 16 numbers of a block are in the low bits, the last 16 in
+the high bits.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import numpy as np
 import torch
 
 from kvgraph.compiler.frontends.stored_forms import GGUF_BLOCKS
-from kvgraph.compiler.values import Coded, CodedRows, Converted
+from kvgraph.compiler.values import Coded, CodedRows, Rows, Values
 from kvgraph.contract.dims import Array
 from kvgraph.errors import ModelError
 from kvgraph.ops.packed import E2M1, Form
@@ -26,67 +27,116 @@ NO_EXPONENT = 255
 """The exponent of MXFP4 that is a NaN."""
 
 
-class Blocks(Converted):
-    """A weight of one or several tensors in blocks of one type that GGUF_BLOCKS has.
+Read = Callable[["ReaderTensor", slice | Array], Array]
+"""`read(tensor, rows)`: some rows of a tensor, as bytes or as numbers."""
 
-    `data(start, stop)`: bytes `[..., bytes of a row]` of the weight's rows, in its own order.
+Data = Callable[[Read, int, int], Array]
+"""`data(read, start, stop)`: rows of a weight, made of what `read` returns of its tensors."""
+
+
+def stored(tensor: ReaderTensor, rows: slice | Array) -> Array:
+    """Rows of a tensor as its file has them."""
+    return np.asarray(tensor.data[rows])
+
+
+def decoded(tensor: ReaderTensor, rows: slice | Array = slice(None)) -> Array:
+    """Rows of a tensor in float32. A scale that is not finite gives NaN or Inf, and no warning."""
+    from gguf import dequantize
+
+    given = stored(tensor, rows)
+    if not given.size:  # the package does not decode none
+        return np.empty((*given.shape[:-1], int(tensor.shape[0])), np.float32)
+    with np.errstate(invalid="ignore", over="ignore"):
+        found: Array = dequantize(given, tensor.tensor_type)
+    return found
+
+
+class Decoded(Values):
+    """A weight of one or several tensors, whose rows are decoded when they are read.
+
+    `data`: the weight's rows, in its own order. `is_transposed`: its last two dims are inputs,
+    outputs, and those of `data` outputs, inputs.
     """
+
+    dtype = torch.float32
+
+    def __init__(
+        self, where: str, shape: Sequence[int], bits: int, data: Data, *, is_transposed: bool
+    ) -> None:
+        self.where, self.shape, self.bits = where, tuple(shape), bits
+        self._data = data
+        self.is_coded_transposed = is_transposed
+
+    def open(self) -> Rows:
+        if self.is_coded_transposed and len(self.shape) == 2:
+            whole = self._data(decoded, 0, self.shape[1]).T
+            return lambda start, stop: torch.from_numpy(whole[start:stop].copy())
+        return self._rows
+
+    def _rows(self, start: int, stop: int) -> torch.Tensor:
+        made = self._data(decoded, start, stop)
+        if self.is_coded_transposed:
+            made = np.ascontiguousarray(made.swapaxes(-1, -2))
+        return torch.from_numpy(made)
+
+
+class Blocks(Decoded):
+    """A weight of one or several tensors in blocks of one type that GGUF_BLOCKS has."""
 
     def __init__(
         self,
         where: str,
         shape: Sequence[int],
-        compute: Callable[[], torch.Tensor],
         bits: int,
+        data: Data,
         form: Form,
-        data: Callable[[int, int], Array],
         *,
-        is_transposed: bool = False,
+        is_transposed: bool,
     ) -> None:
         own = 8 if form.codes == E2M1 else bits  # 4 bits would round floats again
-        super().__init__(where, shape, torch.float32, compute, own)
-        self._form, self._data = form, data
-        self.is_coded_transposed = is_transposed
+        super().__init__(where, shape, own, data, is_transposed=is_transposed)
+        self._form = form
 
     @property
-    def form(self) -> Form:
+    def form(self) -> Form | None:
         return self._form
 
     def open_coded(self) -> CodedRows:
-        return lambda start, stop: _coded(self.where, self.form, self._data(start, stop), start)
+        return lambda start, stop: _coded(
+            self.where, self._form, self._data(stored, start, stop), start
+        )
 
 
-def of_matrix(tensor: ReaderTensor, order: Array) -> Callable[[int, int], Array]:
-    """`data` of a matrix `[N, K]`. `order`: index in the tensor of each row of the matrix."""
-    return lambda start, stop: np.asarray(tensor.data[order[start:stop]])
+def of_matrix(tensor: ReaderTensor, order: Array) -> Data:
+    """Rows of a matrix `[N, K]`. `order`: index in the tensor of each row of the matrix."""
+    return lambda read, start, stop: read(tensor, order[start:stop])
 
 
-def of_experts(
-    tensors: Sequence[ReaderTensor], *, do_alternate: bool
-) -> Callable[[int, int], Array]:
-    """`data` of experts of one tensor, or of two: gate above up.
+def of_experts(tensors: Sequence[ReaderTensor], *, do_alternate: bool) -> Data:
+    """Experts of one tensor, or of two: gate above up.
 
     `do_alternate`: outputs of gate and up alternate.
     """
     in_order = sorted(tensors, key=lambda tensor: tensor.name)  # gate, up
 
-    def data(start: int, stop: int) -> Array:
-        parts = [np.asarray(tensor.data[start:stop]) for tensor in in_order]
+    def data(read: Read, start: int, stop: int) -> Array:
+        parts = [read(tensor, slice(start, stop)) for tensor in in_order]
         if do_alternate:
-            return np.stack(parts, 2).reshape(len(parts[0]), -1, parts[0].shape[-1])
+            count, outputs, inputs = parts[0].shape
+            return np.stack(parts, 2).reshape(count, outputs * len(parts), inputs)
         return np.concatenate(parts, 1)
 
     return data
 
 
-def of_halves(tensors: Sequence[ReaderTensor]) -> Callable[[int, int], Array]:
-    """`data` of a matrix of two tensors of equal size: gate above up."""
+def of_halves(tensors: Sequence[ReaderTensor]) -> Data:
+    """Rows of a matrix of two tensors of equal size: gate above up."""
     in_order = sorted(tensors, key=lambda tensor: tensor.name)  # gate, up
     size = len(in_order[0].data)
 
-    def data(start: int, stop: int) -> Array:
+    def data(read: Read, start: int, stop: int) -> Array:
         parts = [
-            tensor.data[max(0, start - size * place) : max(0, stop - size * place)]
+            read(tensor, slice(max(0, start - size * place), max(0, stop - size * place)))
             for place, tensor in enumerate(in_order)
         ]
         return np.concatenate(parts)
@@ -94,21 +144,19 @@ def of_halves(tensors: Sequence[ReaderTensor]) -> Callable[[int, int], Array]:
     return data
 
 
-def are_stored(
-    tensors: Sequence[ReaderTensor], shape: Sequence[int], *, are_transposed: bool
-) -> bool:
-    """Whether tensors of one type of blocks that kernels support make experts, or a matrix, of
-    `shape`."""
+def form_of(tensors: Sequence[ReaderTensor]) -> Form | None:
+    """The form of tensors of one type of blocks that kernels support."""
+    kinds = {tensor.tensor_type.name for tensor in tensors}
+    return GGUF_BLOCKS.get(kinds.pop()) if len(kinds) == 1 else None
+
+
+def do_fit(tensors: Sequence[ReaderTensor], shape: Sequence[int], *, are_transposed: bool) -> bool:
+    """Whether tensors of equal shapes make experts, or a matrix, of `shape`."""
     *experts, outputs, inputs = shape
     if are_transposed:
         outputs, inputs = inputs, outputs
     wanted = [inputs, outputs // len(tensors), *experts]
-    kinds = {tensor.tensor_type.name for tensor in tensors}
-    return (
-        len(kinds) == 1
-        and not kinds - GGUF_BLOCKS.keys()
-        and all([int(extent) for extent in tensor.shape] == wanted for tensor in tensors)
-    )
+    return all([int(extent) for extent in tensor.shape] == wanted for tensor in tensors)
 
 
 def _coded(where: str, form: Form, data: Array, first: int) -> Coded:

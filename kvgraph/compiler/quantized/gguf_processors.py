@@ -4,13 +4,17 @@ here."""
 from __future__ import annotations
 
 import re
-from typing import NamedTuple, Protocol, TypedDict, Unpack, cast
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple, Protocol, TypedDict, Unpack, cast
 
 import numpy as np
 import torch
 
 from kvgraph.compiler.frontends.folder import Config
 from kvgraph.contract.dims import Array
+
+if TYPE_CHECKING:
+    from gguf import ReaderTensor
 
 LAYER = r"(?:model\.)?layers\.(\d+)"
 EXPERTS = re.compile(
@@ -167,6 +171,13 @@ class Transposed(Mixture):
 
 class GptOss(Transposed):
     do_alternate = True
+
+
+def are_of_experts(tensors: Sequence[ReaderTensor]) -> bool:
+    """Whether tensors are all that make one weight of experts: gate and up, or down."""
+    found = [EXPERTS_TENSOR.fullmatch(tensor.name) for tensor in tensors]
+    parts = tuple(sorted(each[1] for each in found if each and each[3] == "weight"))
+    return len(parts) == len(tensors) and parts in PARTS.values()
 
 
 def processor_of(kind: str, config: Config) -> Mixture:

@@ -169,7 +169,7 @@ def require_finite(part: Plain, scales: torch.Tensor) -> torch.Tensor:
     if not scales.isfinite().all():
         at = [int(i) for i in (~scales.isfinite()).nonzero()[0]]
         raise ModelError(
-            f"{part.where}{at}: expected a finite scale, got {float(scales[tuple(at)]):g}"
+            f"{part.where}{at or ''}: expected a finite scale, got {float(scales[tuple(at)]):g}"
         )
     return scales
 
