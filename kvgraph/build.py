@@ -165,7 +165,9 @@ def compile(
         progress("describing the cache")
         plan = pipeline.plan_for(loaded, params, request)
         signature = pipeline.describe(loaded, plan)
-        notes += [*loaded.notes, *pipeline.notes_of_ranks(loaded.layers, tp)]
+        notes += loaded.notes
+        notes += pipeline.notes_of_widened(loaded, weights, request)
+        notes += pipeline.notes_of_ranks(loaded.layers, tp)
         pipeline.require_kernels(plan, request)
 
         from kvgraph.compiler.check.own import require_own

@@ -24,6 +24,7 @@ class Merged(Values):
         self.where, self.shape = sources[0].where, tuple(shape)
         self.dtype = shared_dtype(sources)
         self.bits = max(each.bits for each in sources)
+        self.least_bits = min(each.bits for each in sources)
         self.stored_bits = min(each.stored_bits for each in sources)
         self.x_bits = min(each.x_bits for each in sources)
         self.sources = sources

@@ -214,6 +214,19 @@ def describe(model: Model, plan: CachePlan) -> GraphSignature:
     return GraphSignature.of(manager.get_symbolic_inputs()[0], model.vocab_size)
 
 
+def notes_of_widened(model: Model, weights: str | None, request: CompileRequest) -> list[str]:
+    """A note if the weights of a quantised checkpoint get the activations' dtype; else empty.
+
+    `weights`: the settled option.
+    """
+    if not model.is_quantized or weights is not None:
+        return []
+    can_pack = "weight_bits" in request.support.options
+    packs = "packs weights only with --weights" if can_pack else "packs no weights"
+    where = f"backend {request.backend.name} on {request.target.kind}"
+    return [f"weights: widened from the checkpoint's to {model.dtype}, since {where} {packs}"]
+
+
 def notes_of_ranks(layers: Sequence[LayerNeed], ranks: int) -> list[str]:
     """A note if ranks hold copies of kv heads; else empty."""
     heads = min((need.n_kv_heads for need in layers), default=ranks)

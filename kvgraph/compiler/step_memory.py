@@ -1,8 +1,8 @@
-"""Warn of large memory in a step: a program's largest tensor, and experts' weights that are copied
-for each token.
+"""Warn of the costs of a step: a program's largest tensor, and experts that no kernel computes.
 
-transformers computes a mixture of experts with such copies. They are left if the target's pass did
-not match: a step of 2,048 tokens then has these weights 2,048 times.
+transformers copies the experts' weights for each token, or computes all experts for it (Llama 4).
+Both stay if the target's pass did not match: in a step of 2,048 tokens the copies have these
+weights 2,048 times.
 """
 
 from __future__ import annotations
@@ -39,20 +39,18 @@ LARGE = 4 << 30
 def notes_of(
     program: ExportedProgram, signature: GraphSignature, passes: Iterable[PassReport] = ()
 ) -> list[str]:
-    """Notes on `program` after `passes`: on experts' weights that are copied for each token, and on
-    a LARGE tensor."""
+    """Notes on `program` after `passes`: on experts' weights that are copied for each token, on
+    experts that are all computed, and on a LARGE tensor."""
     found = list(sizes(program, signature))
     notes = []
+    own = report_of(passes, *PASSES).name
+    why = f"as pass {own} says" if own else "since the backend has no kernel for them"
     if gathered := [each for each in found if _is_gathered(each.node)]:
-        stored = {each.node.all_input_nodes[0] for each in gathered}
-        own = report_of(passes, *PASSES).name
-        why = f"as pass {own} says" if own else "since the backend has no kernel for them"
         copied = sum(each.nbytes for each in gathered) // STEP[TOTAL_SEQ_LEN]
-        kept = sum(map(_nbytes, stored))
-        notes.append(
-            f"experts: {kept / 2**20:,.1f} MiB of their weights are kept as the "
-            f"model has them, and {copied / 2**20:,.1f} MiB are copied for each token, {why}"
-        )
+        kept = _kept(each.node.all_input_nodes[0] for each in gathered)
+        notes.append(f"{kept}, and {copied / 2**20:,.1f} MiB are copied for each token, {why}")
+    if computed := _all_computed(program):
+        notes.append(f"{_kept(computed)}, and all are computed for each token, {why}")
     largest = max(found, key=lambda each: each.nbytes, default=None)
     if largest is not None and largest.nbytes >= LARGE:
         notes.append(_memory_note(largest))
@@ -89,6 +87,26 @@ def _is_gathered(node: Node) -> bool:
         and getattr(source, "op", "") == "placeholder"
         and source.meta["val"].dim() == 3  # type: ignore[union-attr]
     )
+
+
+def _all_computed(program: ExportedProgram) -> list[Node]:
+    """Stacked weights whose products with all rows are computed, if any are summed over experts."""
+    import torch
+
+    from kvgraph.compiler.passes.all_experts import runs_all
+    from kvgraph.compiler.passes.mixtures import is_stacked
+
+    nodes = program.graph.nodes
+    sums = [node for node in nodes if node.target is torch.ops.aten.sum.dim_IntList]
+    if not any(runs_all(program, node) for node in sums):
+        return []
+    products = [node for node in nodes if node.target is torch.ops.aten.bmm.default]
+    return [node.args[1] for node in products if is_stacked(program, node.args[1])]
+
+
+def _kept(weights: Iterable[Node]) -> str:
+    nbytes = sum(map(_nbytes, set(weights)))
+    return f"experts: {nbytes / 2**20:,.1f} MiB of their weights are kept as the model has them"
 
 
 def _nbytes(node: Node) -> int:

@@ -88,6 +88,8 @@ class Values(ABC):
     """Bits of the packed weights that are nearest to its stored form."""
     stored_bits: int = PLAIN_BITS
     """Bits of a number in the checkpoint: 8 for FP8, although `bits` are those of a plain one."""
+    least_bits: int = PLAIN_BITS
+    """Fewest `bits` of the tensors that it is made of, if they are several."""
     x_bits: int = 0
     """Bits to which the checkpoint's maker rounds the layer's inputs at run time; 0: none."""
     is_coded_transposed: bool = False
@@ -185,7 +187,7 @@ class Derived(Values):
         self, source: Values, shape: Sequence[int] | None = None, dtype: torch.dtype | None = None
     ) -> None:
         self.where, self.bits, self.x_bits = source.where, source.bits, source.x_bits
-        self.stored_bits = source.stored_bits
+        self.stored_bits, self.least_bits = source.stored_bits, source.least_bits
         self.shape = source.shape if shape is None else tuple(shape)
         self.dtype = dtype or source.dtype
         self.is_coded_transposed = source.is_coded_transposed

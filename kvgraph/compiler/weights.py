@@ -98,7 +98,7 @@ class Weights:
                 return one, True
         nearest = self._rounded_to(max(source.bits for source in sources), sources, takes)
         self.rounded[nearest.bits] |= {each.where for each in sources if each.bits < PLAIN_BITS}
-        self.note_widened(sources)
+        self.note_plain(sources)
         return nearest, False
 
     def _rounded_to(
@@ -110,11 +110,12 @@ class Weights:
         self.wide |= {each.where for each in sources}
         return Form(PLAIN_BITS)
 
-    def note_widened(self, sources: Iterable[Values]) -> None:
-        """Record the layers of `sources` that are stored in FP8 and are widened."""
-        self.widened |= {
-            each.where for each in sources if each.stored_bits < PLAIN_BITS <= each.bits
-        }
+    def note_plain(self, sources: Iterable[Values]) -> None:
+        """Record the layers of `sources` that the checkpoint has in fewer bits, in FP8 or beside
+        plain tensors of the same layer, and that become plain."""
+        plain = [each for each in sources if each.bits >= PLAIN_BITS]
+        self.widened |= {each.where for each in plain if each.stored_bits < PLAIN_BITS}
+        self.rounded[PLAIN_BITS] |= {each.where for each in plain if each.least_bits < PLAIN_BITS}
 
     def notes(self) -> list[str]:
         """Notes for the manifest on layers that were rounded or widened, and on rounded inputs."""

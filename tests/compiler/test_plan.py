@@ -198,6 +198,7 @@ DOUBTS: dict[str, tuple[str, dict[str, Any], str]] = {
     "other heads": ("llama", {"num_key_value_heads": 4}, r"k_proj.weight is \[32, 64\], and its"),
     "another vocabulary": ("llama", {"vocab_size": 161}, r".weight is \[160, 64\], and its"),
     "a text": ("llama", {"head_dim": "16"}, "says head_dim '16'"),
+    "experts of a token": ("gpt_oss", {"num_experts_per_tok": 9}, "num_experts_per_tok 9, and"),
     "not said": ("qwen3", {"num_key_value_heads": None}, "does not say num_key_value_heads"),
 }  # fmt: skip
 

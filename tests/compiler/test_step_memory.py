@@ -12,11 +12,15 @@ import pytest
 import torch
 from torch import nn
 
+import kvgraph
 from kvgraph.compiler import step_memory
 from kvgraph.compiler.passes import PassReport
+from kvgraph.compiler.passes.drop_no_ops import drop_no_ops
+from kvgraph.compiler.passes.fuse_experts import fuse_experts
 from kvgraph.compiler.passes.pack_experts import pack_experts
 from kvgraph.contract.devices import HOST
 from kvgraph.contract.dims import TensorType
+from tests.compiler.test_all_experts import llama4
 from tests.support.programs import packed_by, program_of
 
 
@@ -48,6 +52,41 @@ def test_a_step_that_gathers_experts_is_named(
     report = packed_by(pack_experts, program, 8)
     assert report.applied == layers
     assert step_memory.notes_of(program, signature, [report]) == []
+
+
+@pytest.mark.parametrize(
+    ("active", "by", "why"),
+    [
+        (2, pack_experts, "as pass pack_experts says"),
+        (2, fuse_experts, "as pass fuse_experts says"),
+        (1, None, "since the backend has no kernel for them"),
+        (1, pack_experts, ""),
+        (1, fuse_experts, ""),
+    ],
+)
+def test_a_step_that_computes_all_experts_is_named(
+    active: int, by: Callable[..., PassReport] | None, why: str, tmp_path: Path
+) -> None:
+    """A layer of Llama 4 has 4 experts, each with gate, up and down of 64 x 96."""
+    program, signature = program_of(llama4(tmp_path, num_experts_per_tok=active), "float32")
+    drop_no_ops(program.graph)
+    reports = [packed_by(by, program, None)] if by else []
+    assert step_memory.notes_of(program, signature, reports) == bool(why) * [
+        f"experts: {4 * 4 * 3 * 64 * 96 / 2**20:,.1f} MiB of their weights are kept as the model "
+        f"has them, and all are computed for each token, {why}"
+    ]
+
+
+def test_a_compile_without_kernels_for_experts_names_them(tmp_path: Path) -> None:
+    manifest = kvgraph.compile(
+        llama4(tmp_path / "model"),
+        tmp_path / "out",
+        target="cuda:sm_90",
+        backend="onnx",
+        page_size=16,
+        check=False,
+    )
+    assert [note for note in manifest.notes if "all are computed for each token" in note]
 
 
 def test_a_model_without_experts_has_no_note(

@@ -126,6 +126,9 @@ def test_every_number_is_the_checkpoints(
 CASES = [
     ("llama", "fp8"),
     ("llama", "awq"),
+    ("llama", "gptq"),
+    ("llama", "w4a16"),
+    ("llama", "fp8-channel"),
     ("llama", "mxfp4-packed"),
     ("llama", "nvfp4"),
     ("llama", "w8a8"),

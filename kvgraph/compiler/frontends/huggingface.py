@@ -42,6 +42,7 @@ from kvgraph.compiler.frontends.lengths import most_tokens
 from kvgraph.compiler.frontends.loaded import load_weights
 from kvgraph.compiler.frontends.rope import longest as longest_of
 from kvgraph.compiler.frontends.rope import parameters_of, settle
+from kvgraph.compiler.frontends.routing import require_routing
 from kvgraph.compiler.frontends.text_files import NAMES as TEXT_FILES
 from kvgraph.compiler.frontends.text_files import (
     as_id,
@@ -338,7 +339,7 @@ def _transformers() -> ModuleType:
 
 def _decoder_config(transformers: ModuleType, folder: Path, config: Config) -> PretrainedConfig:
     """The configuration of the text decoder. UnsupportedError if there is none, or compile cannot
-    take it."""
+    take it; ModelError if a token cannot use its experts."""
     hf_config = _parse_config(transformers, folder, config)
     try:
         text = hf_config.get_text_config()
@@ -353,6 +354,7 @@ def _decoder_config(transformers: ModuleType, folder: Path, config: Config) -> P
         reraise_if_signalled(error)
         why = Reason.SEVERAL_PARTS.said()
         raise UnsupportedError(unsupported(config["model_type"], why)) from error
+    require_routing(folder, text)
     return text
 
 

@@ -17,14 +17,13 @@ from kvgraph.compiler.frontends import huggingface
 from kvgraph.compiler.frontends.decoder import Decoder
 from kvgraph.compiler.frontends.folder import Config, quantization
 from kvgraph.compiler.frontends.ranks import cut
+from kvgraph.compiler.frontends.routing import active_experts
 from kvgraph.compiler.model import Model
 from kvgraph.compiler.quantized import weights_of
 from kvgraph.compiler.values import Plain
 
 FREQUENCIES = "inv_freq"
 """The end of the name of a rotary embedding's frequencies in transformers."""
-ACTIVE = ("num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_topk", "moe_k")
-"""Configuration fields for the number of experts that a token uses."""
 
 ROTATED_OTHERWISE = ("hunyuan_v1_dense", "hunyuan_v1_moe", "llama4_text", "nanochat")
 """Model types that rotate by complex numbers, or before a norm of q and k. fuse_rope leaves these
@@ -45,7 +44,7 @@ def describe(folder: Path, dtype: str, ranks: int = 1) -> ModelSizes:
     modules = dict(module.named_modules())
     layers = {name: each for name, each in modules.items() if isinstance(each, nn.Linear | Conv1D)}
     tables = {each.weight for each in modules.values() if isinstance(each, nn.Embedding)}
-    active = _active(model.module.config)
+    active = active_experts(model.module.config)
     mixtures = {name: each for name, each in modules.items() if _has_kernel(each, active)}
     rows, hidden = _table(model.module).weight.shape
     head = module.get_output_embeddings()  # type: ignore[operator]
@@ -132,18 +131,6 @@ def _notes(modules: Iterable[nn.Module], active: int | None) -> Iterator[str]:
                 f"token, as transformers' {type(module).__name__} does, so all parameters work on "
                 "a token"
             )
-
-
-def _active(config: object) -> int | None:
-    """Number of experts that a token uses, by the family's name for it; None if it has none.
-
-    Of a list with a number for each layer, the largest.
-    """
-    found = (getattr(config, name, None) for name in ACTIVE)
-    each = (given if isinstance(given, list) else [given] for given in found)
-    return next(
-        (max(some) for some in each if some and all(isinstance(n, int) for n in some)), None
-    )
 
 
 def _linear(name: str, layer: nn.Linear | Conv1D, *, is_tied: bool, is_head: bool) -> Linear:

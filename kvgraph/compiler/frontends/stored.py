@@ -292,7 +292,9 @@ def _sizes(folder: Path, family: Family, config: Config, layers: int, by_shape: 
 def _experts(shapes: Shapes, down: str, config: Config) -> Experts:
     """The experts of a layer; their second weight `down` is `[experts, inner, hidden]`."""
     count, inner, hidden = shapes[down]
-    return Experts(count, _count(config, "num_experts_per_tok"), hidden, inner, has_bias=True)
+    if (active := _count(config, "num_experts_per_tok")) > count:
+        raise InDoubtError(f"it says num_experts_per_tok {active}, and has {count} experts")
+    return Experts(count, active, hidden, inner, has_bias=True)
 
 
 def _linears(family: Family, config: Config, layers: int) -> Iterator[tuple[str, bool]]:

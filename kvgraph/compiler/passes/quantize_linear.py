@@ -53,7 +53,7 @@ def quantize_linear(
             source = layer.source(weights)
             is_small = source.form is not None or source.bits < PLAIN_BITS
             if not is_small:
-                weights.note_widened([source])
+                weights.note_plain([source])
             expect(is_small, "its numbers fit the activations' dtype best")
 
     return rewrite_linears(program, "quantize_linear", KINDS, rewrite, require=require)
