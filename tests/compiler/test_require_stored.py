@@ -134,7 +134,7 @@ SM_90 = kvgraph.virtual_devices("cuda:sm_90")[0]
             "cpu",
             None,
             replace(PARAMS, page_size=65537),
-            "page_size: expected 1 to 65536 tokens fro",
+            "page_size: expected 1 to 65536 tokens, got",
         ),
     ],
 )
