@@ -31,8 +31,9 @@ def require_routing(folder: Path, config: object) -> None:
     Fields count if transformers' class of the configuration has them. A model without experts may
     have any.
     """
-    own = [each.name for each in fields(config)] if is_dataclass(config) else []
-    numbers = {name: found for name in own if (found := _number(config, name)) is not None}
+    own = {each.name for each in fields(config)} if is_dataclass(config) else set()
+    names = [name for name in (*EXPERTS, *ACTIVE, GROUPS, ACTIVE_GROUPS) if name in own]
+    numbers = {name: found for name in names if (found := _number(config, name)) is not None}
     counts = {name: numbers[name] for name in EXPERTS if numbers.get(name)}
     if not counts:
         return
@@ -58,6 +59,9 @@ def require_routing(folder: Path, config: object) -> None:
 
 def _number(config: object, name: str) -> int | None:
     """A field's number, or the largest of its list; None if it is neither."""
-    given = getattr(config, name, None)
+    try:
+        given = getattr(config, name, None)
+    except RuntimeError:  # transformers': it differs between layers
+        return None
     each = given if isinstance(given, list) else [given]
     return max(each) if each and all(isinstance(found, int) for found in each) else None
