@@ -111,8 +111,8 @@ class Weights:
         return Form(PLAIN_BITS)
 
     def note_plain(self, sources: Iterable[Values]) -> None:
-        """Record the layers of `sources` that the checkpoint has in fewer bits, in FP8 or beside
-        plain tensors of the same layer, and that become plain."""
+        """Record the layers of `sources` that become plain, though the checkpoint has them in fewer
+        bits: in FP8, or a part of their tensors."""
         plain = [each for each in sources if each.bits >= PLAIN_BITS]
         self.widened |= {each.where for each in plain if each.stored_bits < PLAIN_BITS}
         self.rounded[PLAIN_BITS] |= {each.where for each in plain if each.least_bits < PLAIN_BITS}
