@@ -69,3 +69,11 @@ def shown(value: object) -> str:
     """`value` as an error message shows it: its type, and its repr cut to 40 characters."""
     text = repr(value)
     return f"{type(value).__name__} {text if len(text) <= 40 else text[:37] + '...'}"
+
+
+def brief(value: object) -> str:
+    """The first 100 characters of a value's repr; its type if it nests too deeply."""
+    try:
+        return repr(value)[:100]
+    except RecursionError:
+        return f"a {type(value).__name__} that nests deeply"

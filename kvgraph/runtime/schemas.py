@@ -15,6 +15,7 @@ import re
 from typing import cast
 
 from kvgraph.contract.plain import JsonObject
+from kvgraph.errors import RequestError
 from kvgraph.runtime.grammars import (
     BOUNDS,
     MOST_BYTES,
@@ -24,6 +25,7 @@ from kvgraph.runtime.grammars import (
     NAMED,
     PLAIN,
     VALUES,
+    require_small,
     target_of,
 )
 
@@ -95,6 +97,19 @@ def read_schema(schema: JsonObject, *, is_exact: bool = True) -> JsonObject:
     ValueError if `propertyNames` make a schema that is too large.
     """
     return cast(JsonObject, _Reader(schema, is_exact).read(schema, schema))
+
+
+def schema_as_read(place: str, schema: JsonObject, *, is_exact: bool) -> JsonObject:
+    """The schema at a place in a request, without annotations, as `read_schema` reads it.
+
+    RequestError, with the place, if it exceeds a grammar's limits.
+    """
+    plain = without_annotations(schema)
+    require_small(place, plain)
+    try:
+        return read_schema(plain, is_exact=is_exact)
+    except ValueError as error:
+        raise RequestError(f"{place}: expected a schema within the limits, got {error}") from error
 
 
 def without_annotations(schema: JsonObject) -> JsonObject:

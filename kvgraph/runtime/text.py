@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from kvgraph.contract.plain import JsonObject
 from kvgraph.contract.tokenizer import BYTE_TOKEN, NAME, encode, read_tokenizer
 from kvgraph.errors import ArtifactError, RequestError
 from kvgraph.kv.requests import TextContext
@@ -254,6 +255,9 @@ class Completion:
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     stop_reason: str | int | None = None
     index: int = 0
+    tool_calls: tuple[JsonObject, ...] = ()
+    """For `Engine.chat` with tools: the call that `text` is, in OpenAI's form (`id`, `type`, and
+    `function` with `name` and `arguments`, which are JSON text)."""
 
 
 def completions_of(

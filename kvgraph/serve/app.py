@@ -20,12 +20,13 @@ from starlette.routing import Route
 from starlette.types import Lifespan, Receive, Scope, Send
 
 from kvgraph import __version__
+from kvgraph.contract.values import brief
 from kvgraph.errors import RequestError
 from kvgraph.serve.answers import encoded
 from kvgraph.serve.chats import answer_chat, chat_events, chat_job, chat_tokens
 from kvgraph.serve.completions import answer_completion, completion_events, completion_job
 from kvgraph.serve.ending import AnswersAtEnd
-from kvgraph.serve.errors import ServeError, brief, error_body
+from kvgraph.serve.errors import ServeError, error_body
 from kvgraph.serve.generation import Generation
 from kvgraph.serve.items import ResponseRequest
 from kvgraph.serve.jobs import Job, most_unread, require_answer_room

@@ -12,6 +12,7 @@ from kvgraph.contract.plain import JsonObject
 from kvgraph.contract.tokenizer import LONG_TEXT
 from kvgraph.errors import ArtifactError, RequestError
 from kvgraph.runtime.sampling import Token
+from kvgraph.runtime.tools import Tools
 from kvgraph.serve.answers import (
     DONE,
     built,
@@ -33,10 +34,10 @@ from kvgraph.serve.jobs import (
 from kvgraph.serve.protocol import ChatRequest
 from kvgraph.serve.sampling import refusal, sampling_of
 from kvgraph.serve.service import Served, Service
-from kvgraph.serve.shapes import Shape
-from kvgraph.serve.tools import Tools
+from kvgraph.serve.shapes import Shape, naming_places, refused
 
 OBJECT = "chat.completion"
+MOST_TOOLS = 128
 
 
 async def chat_job(service: Service, given: ChatRequest) -> Job:
@@ -45,7 +46,7 @@ async def chat_job(service: Service, given: ChatRequest) -> Job:
     given.require_supported()
     require_choices(service.options.max_choices, given.num_each)
     served.admission.require_room([()] * given.num_each)  # before any text is rendered
-    tools = Tools(given)
+    tools = tools_of(given)
     shape = _shape(given, tools)
     prompt = await _rendered(served, given, tools, served.facts.longest)
     served.require_known("messages", prompt)
@@ -82,14 +83,25 @@ async def chat_job(service: Service, given: ChatRequest) -> Job:
     )
 
 
+def tools_of(given: ChatRequest) -> Tools:
+    """The functions that the request may call; ServeError if they are invalid."""
+    field = None if given.schema() is None else given.format_field
+    with naming_places():
+        tools = Tools(given.tools or [], given.tool_choice, field)
+    if len(given.tools or []) > MOST_TOOLS:
+        raise refused("tools", f"at most {MOST_TOOLS} functions", str(len(given.tools or [])))
+    return tools
+
+
 def _shape(given: ChatRequest, tools: Tools) -> Shape | None:
     """The grammar of the output. A forced call has no response format, which is for text only."""
-    if tools.forces_call:
-        return Shape("tools", tools.schema(), parts=tools.parts)
-    asked, field = given.schema_as_read(), given.format_field
-    if asked is None or not tools:
-        return None if asked is None else Shape(field, asked)
-    return Shape(field, tools.schema(asked), parts=((field, asked), *tools.parts))
+    asked, field = None if tools.forces_call else given.schema_as_read(), given.format_field
+    with naming_places():
+        if tools.forces_call:
+            return Shape("tools", tools.schema(), parts=tools.parts)
+        if asked is None or not tools:
+            return None if asked is None else Shape(field, asked)
+        return Shape(field, tools.schema(asked), parts=((field, asked), *tools.parts))
 
 
 async def _rendered(
@@ -124,7 +136,7 @@ async def _rendered(
 async def chat_tokens(served: Served, given: ChatRequest) -> list[int]:
     """Token ids of a chat's prompt."""
     given.require_supported()
-    return await _rendered(served, given, Tools(given))
+    return await _rendered(served, given, tools_of(given))
 
 
 async def answer_chat(job: Job, generation: Generation) -> dict[str, object]:

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, cast
 
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
-from kvgraph.serve.errors import brief, error_body
+from kvgraph.contract.values import brief
+from kvgraph.serve.errors import error_body
 from kvgraph.serve.log import REQUEST_ID, is_request_id, log_answer
 from kvgraph.serve.options import ServeOptions
 

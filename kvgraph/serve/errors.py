@@ -76,14 +76,6 @@ KINDS = {
 """OpenAI's `type` and `code` of an error, by status; other statuses are invalid requests."""
 
 
-def brief(value: object) -> str:
-    """The first 100 characters of a refused value's repr; its type if it nests too deeply."""
-    try:
-        return repr(value)[:100]
-    except RecursionError:
-        return f"a {type(value).__name__} that nests deeply"
-
-
 ESCAPED = {code: chr(code).encode("unicode_escape").decode() for code in (*range(32), 127)}
 """Escapes of control characters, so that a message with a client's text stays one line."""
 

@@ -16,11 +16,11 @@ from kvgraph.runtime.logprobs import TokenLogprobs
 from kvgraph.runtime.sampling import Token
 from kvgraph.runtime.sampling_params import SamplingParams
 from kvgraph.runtime.token_stream import TokenStream
+from kvgraph.runtime.tools import refused_part
 from kvgraph.serve.errors import ServeError, without_id
 from kvgraph.serve.load import Admission, Place
 from kvgraph.serve.metrics import Metrics
 from kvgraph.serve.sampling import ShapedParams, refusal
-from kvgraph.serve.shapes import refused_part
 
 
 class Submits(Protocol):

@@ -11,7 +11,8 @@ from typing import Annotated, ClassVar, Literal
 from msgspec import Meta, Struct
 
 from kvgraph.contract.plain import JsonObject
-from kvgraph.serve.errors import ServeError, brief
+from kvgraph.contract.values import brief
+from kvgraph.serve.errors import ServeError
 from kvgraph.serve.protocol import NOT_KEPT, ChatRequest, Count, Ignored, Sampled
 from kvgraph.serve.shapes import refused
 

@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvgraph.runtime.sampling_params import SamplingParams
+from kvgraph.runtime.tools import Tools
 from kvgraph.serve.answers import Spelling, usage_of
 from kvgraph.serve.errors import ServeError, too_long
 from kvgraph.serve.generation import Generation
-from kvgraph.serve.tools import Tools
 
 MOST_ENTRIES = 1 << 21
 """Most tokens and log-probabilities of an answer, over all its choices: about 450 MB of

@@ -13,10 +13,12 @@ import msgspec
 from msgspec import Meta, Struct
 
 from kvgraph.contract.plain import JsonObject
+from kvgraph.contract.values import brief
 from kvgraph.runtime.arguments import MOST_BIASES
 from kvgraph.runtime.sampling_params import MOST_STOP_IDS, MOST_STOPS
-from kvgraph.serve.errors import ServeError, brief
-from kvgraph.serve.shapes import StructuredOutputs, refused, schema_as_read, schema_of_format
+from kvgraph.runtime.schemas import schema_as_read
+from kvgraph.serve.errors import ServeError
+from kvgraph.serve.shapes import StructuredOutputs, naming_places, refused, schema_of_format
 
 Ignored: TypeAlias = object
 Count = Annotated[int, Meta(ge=0, lt=2**31)]
@@ -127,13 +129,14 @@ class Formatted(Sampled, forbid_unknown_fields=True, kw_only=True):
         return None if given is None else schema_of_format(self.format_field, given)
 
     def schema_as_read(self) -> JsonObject | None:
-        """The schema of `response_format` as it is read; ServeError as in `schema`, and if it is
-        too large."""
+        """The schema of `response_format` as it is read: leniently, as OpenAI's API reads it,
+        unless it is strict. ServeError as in `schema`, and if it is too large."""
         if (asked := self.schema()) is None:
             return None
         named = (self.response_format or {}).get("json_schema")
         is_strict = named.get("strict") if isinstance(named, dict) else None
-        return schema_as_read(self.format_field, asked, is_strict)
+        with naming_places():
+            return schema_as_read(self.format_field, asked, is_exact=is_strict is True)
 
 
 class CompletionRequest(Formatted, forbid_unknown_fields=True, kw_only=True):

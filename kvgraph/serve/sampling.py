@@ -11,9 +11,10 @@ from kvgraph.contract.plain import JsonObject
 from kvgraph.errors import RequestError
 from kvgraph.runtime.grammars import KINDS
 from kvgraph.runtime.sampling_params import ALIASES, SamplingParams
+from kvgraph.runtime.tools import Parts
 from kvgraph.serve.errors import ServeError, require_vocabulary, without_id
 from kvgraph.serve.protocol import REQUEST_FIELDS, Sampled
-from kvgraph.serve.shapes import Parts, Shape, shape_of_choice
+from kvgraph.serve.shapes import Shape, shape_of_choice
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
-from typing import NamedTuple, TypeAlias
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import NamedTuple
 
 from msgspec import Struct
 
 from kvgraph.contract.plain import JsonObject
+from kvgraph.contract.values import brief
 from kvgraph.errors import RequestError
-from kvgraph.runtime.grammars import MOST_BYTES, Grammar, require_small, schema_text
-from kvgraph.runtime.guide import refusal_of
-from kvgraph.runtime.schemas import read_schema, without_annotations
-from kvgraph.serve.errors import ServeError, brief
-
-Parts: TypeAlias = tuple[tuple[str, str], ...]
-"""Places in a request, each with its JSON schema, that are joined into one schema."""
+from kvgraph.runtime.grammars import MOST_BYTES, schema_text
+from kvgraph.runtime.tools import Parts
+from kvgraph.serve.errors import ServeError
 
 
 class Shape(NamedTuple):
@@ -83,25 +81,6 @@ SPECIAL = re.compile(r"[\\.+*?()|\[\]{}^$#&~-]")
 """Characters with a meaning in regular expressions of Rust's syntax."""
 
 
-def refused_part(parts: Parts) -> tuple[str, RequestError] | None:
-    """The place whose schema llguidance rejects, and why; None if it rejects only all together."""
-    for place, schema in parts:
-        if error := refusal_of(Grammar("guided_json", schema)):
-            return place, error
-    return None
-
-
-def schema_as_read(place: str, schema: JsonObject, is_strict: object) -> JsonObject:
-    """The schema of a tool or a `response_format`, without annotations. Unless `is_strict` is True
-    it is read leniently, as OpenAI's API reads it. ServeError if it exceeds a grammar's limits."""
-    plain = without_annotations(schema)
-    require_small_schemas(place, plain)
-    try:
-        return read_schema(plain, is_exact=is_strict is True)
-    except ValueError as error:
-        raise refused(place, "a schema within the limits", str(error)) from error
-
-
 def schema_of_format(field: str, given: JsonObject) -> JsonObject | None:
     """The schema of a `response_format`; None for text.
 
@@ -129,11 +108,13 @@ FORMATS = {
 """Types of a `response_format`, each with its fields."""
 
 
-def require_small_schemas(place: str, schemas: JsonObject | Sequence[JsonObject]) -> None:
-    """Raise ServeError if the schemas exceed a grammar's limits; call it before other checks."""
+@contextmanager
+def naming_places() -> Iterator[None]:
+    """Convert a RequestError that starts with a place in the request to a ServeError."""
     try:
-        require_small(place, schemas)
+        yield
     except RequestError as error:
+        place = str(error).partition(":")[0]
         raise ServeError(400, str(error), param=field_of(place)) from error
 
 

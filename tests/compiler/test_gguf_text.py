@@ -15,7 +15,8 @@ from kvgraph import KVGraphError
 from kvgraph.compiler.frontends import gguf_tokenizer
 from kvgraph.compiler.frontends.gguf import as_folder
 from kvgraph.compiler.frontends.text_files import text_files
-from kvgraph.runtime.chat import ChatTemplates, Prompts
+from kvgraph.runtime.chat import Prompts
+from kvgraph.runtime.chat_templates import ChatTemplates
 from tests.support import gguf_files
 
 Read = tuple[tokenizers.Tokenizer, dict[str, Any], dict[str, Any]]

@@ -14,7 +14,7 @@ import kvgraph
 from kvgraph import ModelError
 from kvgraph.compiler.frontends import huggingface
 from kvgraph.compiler.frontends.text_files import generation_notes, text_files, tokenizer_notes
-from kvgraph.runtime.chat import ChatTemplates
+from kvgraph.runtime.chat_templates import ChatTemplates
 from tests.support.artifacts import TINY_LLAMA
 from tests.support.models import make_model
 

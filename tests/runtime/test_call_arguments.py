@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kvgraph.runtime.chat import ChatTemplates
+from kvgraph.runtime.chat_templates import ChatTemplates
 from tests.runtime.chat_templates import CALLING, RESULT, USER, Message
 
 ARGUMENTS = CALLING["tool_calls"][0]["function"]["arguments"]

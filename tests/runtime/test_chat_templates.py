@@ -11,7 +11,7 @@ from jinja2 import TemplateError
 from transformers import AddedToken, PreTrainedTokenizerFast
 
 from kvgraph.errors import ArtifactError, RequestError
-from kvgraph.runtime.chat import KEPT_FORMS, ChatTemplates
+from kvgraph.runtime.chat_templates import KEPT_FORMS, ChatTemplates
 from kvgraph.runtime.text import TextCodec
 from tests.runtime.chat_templates import (
     ASSISTANT,

@@ -13,8 +13,8 @@ import pytest
 
 from kvgraph import Engine, SamplingParams
 from kvgraph.serve import chats
+from kvgraph.serve.chats import tools_of
 from kvgraph.serve.protocol import ChatRequest
-from kvgraph.serve.tools import Tools
 from tests.serve.running import Server, answered, refusal, serving
 from tests.support.artifacts import rehash
 
@@ -221,7 +221,7 @@ def rendered(given: ChatRequest) -> dict[str, Any]:
 
     prompts = SimpleNamespace(render_chat=render, tokenize=lambda text, special_tokens: [])
     served: Any = SimpleNamespace(prompts=prompts, require_chats=lambda: None)
-    asyncio.run(chats._rendered(served, given, Tools(given)))
+    asyncio.run(chats._rendered(served, given, tools_of(given)))
     return seen
 
 

@@ -14,12 +14,12 @@ from kvgraph import Engine, SamplingParams
 from kvgraph.runtime.logprobs import Logprob, TokenLogprobs
 from kvgraph.runtime.sampling import NO_TOKEN, Token
 from kvgraph.serve.answers import Spelling
+from kvgraph.serve.chats import tools_of
 from kvgraph.serve.generation import Generation
 from kvgraph.serve.items import Chat, ResponseRequest
 from kvgraph.serve.jobs import Job
 from kvgraph.serve.protocol import ChatRequest
 from kvgraph.serve.responses import response_events
-from kvgraph.serve.tools import Tools
 from tests.serve.running import Server, answered, refusal
 
 PATH, CHATS = "/v1/responses", "/v1/chat/completions"
@@ -320,7 +320,7 @@ def test_a_stream_that_fails_gives_all_text_before(why: str, code: str, tools: A
     """What was held back as it may have been a call, too."""
     spell = Spelling(lambda tokens: "?" * len(tokens), lambda token: None)
     given = ResponseRequest(input="Hi", tools=tools)
-    called = Tools(Chat(given).request)
+    called = tools_of(Chat(given).request)
     job = Job("id", "tiny", [[5]], [SamplingParams()], b"", True, True, spell, True, tools=called)
     score = TokenLogprobs(Logprob(5, -1.0, 1), ())
     failing = Failing([

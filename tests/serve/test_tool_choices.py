@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+from kvgraph.serve.chats import tools_of
 from kvgraph.serve.protocol import ChatRequest
-from kvgraph.serve.tools import Tools
 from tests.serve.running import Server, answered, refusal
 from tests.serve.test_chats import rendered
 from tests.serve.test_tools import CLOCK, MESSAGES, ONE_OF_TWO, PATH, WEATHER, require_call
@@ -40,7 +40,7 @@ def test_one_of_the_allowed_functions_is_forced(server: Server) -> None:
 def test_a_free_answer_calls_allowed_functions_alone() -> None:
     choice = allowed("auto", function("clock"))
     given = ChatRequest(messages=MESSAGES, tools=[CLOCK, WEATHER], tool_choice=choice)
-    tools = Tools(given)
+    tools = tools_of(given)
     assert not tools.forces_call
     assert tools.call_in('{"name":"clock","arguments":{}}')
     assert tools.call_in('{"name":"weather","arguments":{}}') is None

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from kvgraph.serve.chats import tools_of
 from kvgraph.serve.protocol import ChatRequest
-from kvgraph.serve.tools import Tools
 from tests.serve.running import Server, answered, refusal
 
 pytest.importorskip("llguidance", reason="structured output needs the extra `guide`")
@@ -170,7 +170,7 @@ def test_annotations_do_not_count(server: Server) -> None:
     for tool in tools:
         tool["function"]["parameters"] |= {"$schema": "http://json-schema.org/schema#", **notes}
     given = ChatRequest(messages=MESSAGES, tools=tools, tool_choice="required")
-    assert len(json.dumps(Tools(given).schema())) < 30_000
+    assert len(json.dumps(tools_of(given).schema())) < 30_000
 
 
 def test_functions_have_definitions_of_their_own(server: Server) -> None:
@@ -253,7 +253,7 @@ def test_a_function_without_parameters_takes_none(server: Server, more: dict[str
     tool = {"type": "function", "function": {"name": "clock", **more}}
     body = {"messages": MESSAGES, "tools": [tool], "tool_choice": "required", "max_tokens": 40}
     given = ChatRequest(messages=MESSAGES, tools=[tool], tool_choice="required")
-    schema = Tools(given).schema()
+    schema = tools_of(given).schema()
     assert schema is not None
     none = {"type": "object", "properties": {}, "additionalProperties": False}
     assert none.items() <= schema["properties"]["arguments"].items()

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
+from kvgraph.runtime.tools import Tools
+from kvgraph.serve.chats import tools_of
 from kvgraph.serve.protocol import ChatRequest
-from kvgraph.serve.tools import Tools
 from tests.serve.running import Server, answered
 from tests.serve.test_openai_client import client_of
 
@@ -290,7 +291,7 @@ def test_a_format_of_text_excludes_no_call(server: Server) -> None:
 
 
 def tools(*given: dict[str, Any], choice: Any = None) -> Tools:
-    return Tools(ChatRequest(messages=[{}], tools=list(given), tool_choice=choice))
+    return tools_of(ChatRequest(messages=[{}], tools=list(given), tool_choice=choice))
 
 
 def test_texts_that_are_calls() -> None:

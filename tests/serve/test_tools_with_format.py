@@ -11,8 +11,8 @@ import pytest
 from kvgraph.contract.plain import JsonObject
 from kvgraph.runtime.grammars import Grammar
 from kvgraph.runtime.guide import _compile
+from kvgraph.serve.chats import tools_of
 from kvgraph.serve.protocol import ChatRequest
-from kvgraph.serve.tools import Tools
 from tests.serve.running import Server, answered
 from tests.serve.test_tools import (
     CLOCK,
@@ -89,8 +89,8 @@ def test_texts_that_a_guide_takes() -> None:
     asked = {"properties": {"a": {"$ref": "#/$defs/q"}}, "required": ["a"], "$defs": {"q": one}}
     two = {"properties": {"a": {"$ref": "#/$defs/q"}}, "$defs": {"q": {"enum": [2]}}}
     closed = {"type": "object", "additionalProperties": False}
-    given = ChatRequest(messages=[{}], tools=[taking(two | closed), CLOCK])
-    schema = Tools(given).schema(asked | closed)
+    given = ChatRequest(messages=[{}], tools=[taking(two | closed), CLOCK], response_format=OBJECT)
+    schema = tools_of(given).schema(asked | closed)
     for text in (
         '{"a":1}',
         '{"name":"f","arguments":{"a":2}}',
@@ -104,15 +104,15 @@ def test_texts_that_a_guide_takes() -> None:
         '{"name":"g","arguments":{}}',
     ):
         assert not fits(schema, text), text
-    schema = Tools(given).schema({"type": "object"})
+    schema = tools_of(given).schema({"type": "object"})
     for text in ("{}", '{"b":[3]}', '{"name":"clock","arguments":{}}'):
         assert fits(schema, text), text
     assert not fits(schema, "[]")
 
 
 def test_what_fits_the_format_is_no_call_unless_it_is_one() -> None:
-    free = Tools(ChatRequest(messages=[{}], tools=[CLOCK]))
-    guided = Tools(ChatRequest(messages=[{}], tools=[CLOCK], response_format=OBJECT))
+    free = tools_of(ChatRequest(messages=[{}], tools=[CLOCK]))
+    guided = tools_of(ChatRequest(messages=[{}], tools=[CLOCK], response_format=OBJECT))
     call = '{"name":"clock","arguments":{}}'
     for tools in (free, guided):
         assert tools.call_in(call)
@@ -127,7 +127,7 @@ def test_what_fits_the_format_is_no_call_unless_it_is_one() -> None:
 
 
 def test_a_text_that_fits_the_format_is_not_held() -> None:
-    tools = Tools(ChatRequest(messages=[{}], tools=[CLOCK], response_format=OBJECT))
+    tools = tools_of(ChatRequest(messages=[{}], tools=[CLOCK], response_format=OBJECT))
     for text in ("", "{", '{"na', '{"name":"cl', '{"name":"clock","arguments":{'):
         assert tools.may_be_call(text)
     for text in ("[", '{"day', '{"names":', '{"name":"Bob', '{"name":"clock","day'):

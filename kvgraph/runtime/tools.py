@@ -12,17 +12,23 @@ from __future__ import annotations
 import json
 import secrets
 import string
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cached_property
+from typing import TypeAlias
 from urllib.parse import urljoin
 
 from kvgraph.contract.plain import JsonObject
-from kvgraph.runtime.grammars import PLAIN
-from kvgraph.serve.errors import brief
-from kvgraph.serve.protocol import ChatRequest
-from kvgraph.serve.shapes import refused, require_small_schemas, schema_as_read
+from kvgraph.contract.values import brief
+from kvgraph.errors import RequestError
+from kvgraph.runtime.grammars import PLAIN, Grammar, require_small
+from kvgraph.runtime.guide import refusal_of
+from kvgraph.runtime.schemas import schema_as_read
 
-MOST_TOOLS = 128
+Choice: TypeAlias = str | JsonObject | None
+"""A `tool_choice` in OpenAI's form; None: "auto"."""
+
+Parts: TypeAlias = tuple[tuple[str, str], ...]
+"""Places in a request, each with its JSON schema, that are joined into one schema."""
 
 SPACE = " \t\n\r"
 """Whitespace that JSON allows between its tokens."""
@@ -37,29 +43,35 @@ NO_ARGUMENTS: JsonObject = {"type": "object", "properties": {}, "additionalPrope
 
 
 class Tools:
-    """The functions that a chat may call. ServeError for an invalid function, or for a choice that
-    matches no function."""
+    """The functions that a chat may call.
 
-    def __init__(self, given: ChatRequest) -> None:
+    `given`: JSON schemas of functions in OpenAI's form. `format_field`: the request's field of a
+    format, if the text may also be one that fits it.
+    RequestError for an invalid function, or for a choice that matches no function.
+    """
+
+    def __init__(
+        self,
+        given: Sequence[JsonObject],
+        choice: Choice = None,
+        format_field: str | None = None,
+    ) -> None:
         self._schemas: dict[str, JsonObject] = {}
         self._places: dict[str, tuple[str, bool]] = {}
         """The place of each function in the request, and whether it is strict."""
-        self._format_field = given.format_field
-        choice = given.tool_choice
-        for at, tool in enumerate([] if choice == "none" else given.tools or []):
+        self._format_field = format_field
+        for at, tool in enumerate([] if choice == "none" else given):
             name, schema = _function(tool)
             if name in self._schemas:
                 raise refused("tools", "functions of different names", f"{name!r} twice")
             self._schemas[name] = schema
             is_strict = tool["function"].get("strict") is True
             self._places[name] = f"tools[{at}] {brief(name)}", is_strict
-        if len(self._schemas) > MOST_TOOLS:
-            raise refused("tools", f"at most {MOST_TOOLS} functions", str(len(self._schemas)))
         if isinstance(choice, dict) and choice.get("type") == "allowed_tools":
             choice = self._allow(choice)
         self._forced = self._forced_by(choice)
         self._is_named = isinstance(choice, dict)
-        self._shares = given.schema() is not None and not self._forced
+        self._shares = format_field is not None and not self._forced
         """Whether the text is guided to be either a call or a `response_format`'s text."""
         self._begun = [
             f"{CALL}{json.dumps(name, ensure_ascii=False)}{REST}"
@@ -83,7 +95,7 @@ class Tools:
         self._schemas = found
         return str(mode)
 
-    def _forced_by(self, choice: str | JsonObject | None) -> list[str]:
+    def _forced_by(self, choice: Choice) -> list[str]:
         """Names of functions, one of which must be called; empty if a call is optional."""
         if choice in (None, "auto", "none"):
             return []
@@ -110,18 +122,18 @@ class Tools:
     @cached_property
     def parts(self) -> tuple[tuple[str, JsonObject], ...]:
         """The functions that may be called: the place of each, and its schema as it is read.
-        ServeError for a schema that is too large."""
+        RequestError for a schema that is too large."""
         made = list[tuple[str, JsonObject]]()
         for name in self._forced or self._schemas:
             place, is_strict = self._places[name]
             schema = _of_newest(self._schemas[name])
-            made.append((place, schema_as_read(place, schema, is_strict)))
+            made.append((place, schema_as_read(place, schema, is_exact=is_strict)))
         return tuple(made)
 
     def schema(self, asked: JsonObject | None = None) -> JsonObject:
         """The schema of a call, or of either a call or a text that fits `asked`."""
         called = self._forced or list(self._schemas)
-        require_small_schemas("tools", [schema for _, schema in self.parts])
+        require_small("tools", [schema for _, schema in self.parts])
         own = [_resource(*part, at) for at, part in enumerate(self.parts)]
         texts: list[JsonObject] = []
         for arguments, name in zip(own, called, strict=True):
@@ -129,7 +141,7 @@ class Tools:
             required = {"required": ["name", "arguments"], "additionalProperties": False}
             texts.append({"type": "object", "properties": fields, **required})
         named = [("tools", schema) for schema in own]
-        if asked is not None:
+        if asked is not None and self._format_field is not None:
             texts.append(_resource(self._format_field, asked, len(own)))
             named.append((self._format_field, texts[-1]))
         _require_own_names(named)
@@ -180,6 +192,18 @@ class Tools:
         return bool(self._schemas) and (not text.strip() or text.lstrip().startswith("{"))
 
 
+def refused(place: str, expected: str, got: str) -> RequestError:
+    return RequestError(f"{place}: expected {expected}, got {got}")
+
+
+def refused_part(parts: Parts) -> tuple[str, RequestError] | None:
+    """The place whose schema llguidance rejects, and why; None if it rejects only all together."""
+    for place, schema in parts:
+        if error := refusal_of(Grammar("guided_json", schema)):
+            return place, error
+    return None
+
+
 def _call(name: str, arguments: str) -> JsonObject:
     """A call in OpenAI's form. Templates of Mistral's models take only ids like its own: nine
     letters and digits."""
@@ -225,7 +249,7 @@ def _resource(place: str, schema: JsonObject, number: int) -> JsonObject:
 
 
 def _require_own_names(schemas: list[tuple[str, JsonObject]]) -> None:
-    """Raise ServeError if two different schemas share an `$id`: a reference is then ambiguous."""
+    """Raise RequestError if two different schemas share an `$id`: a reference is then ambiguous."""
     known: dict[str, object] = {}
     for field, schema in schemas:
         for name, part in _resources(field, schema):
