@@ -1,5 +1,5 @@
 # make demo | test | test-fast | test-ci | test-all | test-browser | test-distributed | test-vendors | test-lowest | check | check-kernels | check-ptx | docs | format | generate | constraints
-#      bench-kv | bench-pool | bench-attention | bench-linear | bench-experts | bench-ranks | bench-replicas | bench-routing | bench-compile | bench-cuda | bench-kernels | bench-products | bench-tensorrt | bench-tiers | bench-stores | bench-step | bench-sampling | bench-serve | bench-start
+#      bench-kv | bench-pool | bench-attention | bench-linear | bench-experts | bench-ranks | bench-replicas | bench-routing | bench-compile | bench-cuda | bench-kernels | bench-products | bench-tensorrt | bench-tiers | bench-stores | bench-step | bench-page-ends | bench-sampling | bench-serve | bench-start
 # Needs Python 3.11+, a C++ compiler and a package index.
 PYTHON ?= python3
 VENV := .venv
@@ -23,7 +23,7 @@ NATIVE := $(shell find plugins -type f 2>/dev/null)
 # Both ways to install write to one environment.
 .NOTPARALLEL:
 .PHONY: demo test test-fast test-ci test-all test-browser test-distributed test-vendors test-lowest check check-kernels check-ptx docs format generate constraints clean
-.PHONY: bench-kv bench-pool bench-attention bench-linear bench-experts bench-ranks bench-replicas bench-routing bench-compile bench-cuda bench-kernels bench-products bench-tensorrt bench-tiers bench-stores bench-step bench-sampling bench-start
+.PHONY: bench-kv bench-pool bench-attention bench-linear bench-experts bench-ranks bench-replicas bench-routing bench-compile bench-cuda bench-kernels bench-products bench-tensorrt bench-tiers bench-stores bench-step bench-page-ends bench-sampling bench-start
 
 demo: $(VENV)/.demo
 	$(BIN)/kvgraph compile examples/tiny-llama -o $(DEMO) --force
@@ -151,6 +151,9 @@ bench-stores: $(VENV)/.installed
 # 3 GB of disk, about 3 minutes. With an artifact at hand: ARTIFACT=DIR make bench-step.
 bench-step: $(VENV)/.installed
 	$(BENCH).step $(ARTIFACT)
+
+bench-page-ends: $(VENV)/.installed
+	$(BENCH).page_ends $(ARTIFACT)
 
 bench-sampling: $(VENV)/.installed
 	$(BENCH).sampling

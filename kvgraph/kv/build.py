@@ -182,7 +182,7 @@ def _make_leaf(
     extents = {slots: sizes.pages[path] + 1}
     extents |= dict.fromkeys(tokens, params.page_size)  # a slot holds a whole sequence
     buffers = [
-        allocate_shard(shard, extents, device, session)
+        allocate_shard(shard, extents, device, session, params.page_size)
         for shard, device in zip(symbols, devices, strict=True)
     ]
     return Leaf(

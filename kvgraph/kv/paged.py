@@ -226,6 +226,8 @@ class PagedKVCacheManager(PagedQueries, NotCopyable):
                 committed = replica.step(awake)
                 if self._tiers is not None:
                     self._tiers.offload(replica.index, committed)
+            for leaf in replica.leaves:
+                leaf.touch_ahead(len(rows.rows))
         self._verify()
 
     @also_named(seq_id="request_id")

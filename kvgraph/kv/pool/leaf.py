@@ -21,6 +21,7 @@ from kvgraph.contract.symbols import (
     PagedCacheInputSymbols,
 )
 from kvgraph.errors import BindingError, DeviceError, ParamsError, UnsupportedError
+from kvgraph.kv.pool.first_touch import first_touch_of
 from kvgraph.kv.pool.pages import PagePool
 from kvgraph.kv.pool.rows import Row
 
@@ -77,6 +78,12 @@ class Leaf:
             pages = [page for page in pages if page != null]
         self.pool.drop(reversed(pages))
 
+    def touch_ahead(self, rows: int) -> None:
+        """Touch a part of the memory of the next `rows` pages."""
+        for shard in self.shards:
+            if shard.first_touch is not None:
+                shard.first_touch.step(self.pool.next_page, rows)
+
     def widen(self, least: int) -> None:
         """Widen the table to `least` columns or more; CapacityError changes nothing."""
         rows, width = self.table.shape
@@ -95,11 +102,12 @@ class Leaf:
 class ShardBuffers:
     """Pools of one device: `kv_blocks`, and `kv_scales` if the cache is quantised."""
 
-    __slots__ = ("kv_blocks", "kv_scales")
+    __slots__ = ("first_touch", "kv_blocks", "kv_scales")
 
-    def __init__(self, kv_blocks: Buffer, kv_scales: Buffer | None) -> None:
+    def __init__(self, kv_blocks: Buffer, kv_scales: Buffer | None, page_size: int) -> None:
         self.kv_blocks = kv_blocks
         self.kv_scales = kv_scales
+        self.first_touch = first_touch_of(kv_blocks, page_size)
 
     @property
     def all_buffers(self) -> list[Buffer]:
@@ -118,12 +126,14 @@ def allocate_shard(
     sizes: Mapping[str, int],
     device: Device,
     session: SessionInterface | None,
+    page_size: int,
 ) -> ShardBuffers:
     """Allocate the pools of one device, with `sizes` for their symbolic dims."""
     scales = symbols.kv_scales if isinstance(symbols, PagedCacheInputSymbols) else None
     return ShardBuffers(
         allocate_buffer(symbols.kv_blocks, sizes, device, session),
         None if scales is None else allocate_buffer(scales, sizes, device, session),
+        page_size,
     )
 
 

@@ -67,6 +67,11 @@ class PagePool:
         return self.num_pages - self.num_free
 
     @property
+    def next_page(self) -> int:
+        """The page that `take` gives next, unless a copy pins it; `num_pages` if there is none."""
+        return self._after[self.num_pages]
+
+    @property
     def num_obtainable(self) -> int:
         """Number of free pages and pages that only offloads pin. Any thread may call it; while
         another thread changes the pool, the number is approximate."""
