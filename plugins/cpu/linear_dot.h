@@ -141,29 +141,70 @@ struct Fetch {
   const char* then;
 };
 
-// Computes Rows x Panels sums over all lines, of rows from `x` on and panels from `w` on; rows of
-// `out` are `width` apart.
+// Addresses of rows: a pointer for every four of them, and 0 to 3 strides.
+//
+// Decision: the compiler must not know that these are multiples of one number. It would keep an
+// address for each row, in more registers than there are, and move some to and from vector
+// registers in every iteration: 12 rows of bfloat16 then reach 91 % of the processor's products in
+// place of 98 % (Zen 4, GCC 12).
+template <int Count>
+class RowsAt {
+ public:
+  RowsAt(const char* first, int64_t stride) : stride_(stride), three_(3 * stride) {
+    hide(three_);
+    KVG_UNROLL
+    for (int m = 0; m < kFours; ++m) hide(four_[m] = first + 4 * m * stride);
+  }
+
+  const char* operator[](int m) const {
+    return four_[m / 4] + (m % 4 == 3 ? three_ : m % 4 * stride_);
+  }
+
+  void operator+=(int64_t bytes) {
+    KVG_UNROLL
+    for (int m = 0; m < kFours; ++m) four_[m] += bytes;
+  }
+
+ private:
+  static constexpr int kFours = (Count + 3) / 4;
+
+  template <class Number>
+  static void hide(Number& number) {
+    __asm__("" : "+r"(number));
+  }
+
+  const char* four_[kFours];
+  int64_t stride_, three_;
+};
+
+// Computes Rows x Panels sums over all lines, of rows from `first` on and panels from `w` on; rows
+// of `out` are `width` apart.
 template <class Kind, int Rows, int Panels>
-void tile(const char* x, int64_t stride, const char* w, int64_t panel_bytes, int64_t lines,
+void tile(const char* first, int64_t stride, const char* w, int64_t panel_bytes, int64_t lines,
           Fetch fetch, typename Kind::Sum* out, int width) {
   // Prefetches go to the second-level cache: it can wait for more lines than the first level, which
   // x fills.
   constexpr int kCache = 2;
+  RowsAt<Rows> x(first, stride);
   typename Kind::Sum sums[Rows][Panels * kVectors] = {};
-  for (int64_t i = 0; i < lines; ++i, x += Kind::kStep, w += kLineBytes, fetch.at += fetch.step) {
-    typename Kind::Line line[Panels * kVectors];
-    if (i == fetch.turn) fetch.at = fetch.then;
-    KVG_UNROLL
-    for (int p = 0; p < Panels; ++p) __builtin_prefetch(fetch.at + p * panel_bytes, 0, kCache);
-    KVG_UNROLL
-    for (int p = 0; p < Panels * kVectors; ++p)
-      line[p] = Kind::line(w + p / kVectors * panel_bytes + p % kVectors * (kLineBytes / kVectors));
-    KVG_UNROLL
-    for (int m = 0; m < Rows; ++m) {
+  int64_t i = 0;
+  for (const int64_t end : {fetch.turn < 0 ? lines : fetch.turn, lines}) {
+    for (; i < end; ++i, x += Kind::kStep, w += kLineBytes, fetch.at += fetch.step) {
+      typename Kind::Line line[Panels * kVectors];
+      KVG_UNROLL
+      for (int p = 0; p < Panels; ++p) __builtin_prefetch(fetch.at + p * panel_bytes, 0, kCache);
       KVG_UNROLL
       for (int p = 0; p < Panels * kVectors; ++p)
-        sums[m][p] = Kind::add(sums[m][p], x + m * stride, line[p]);
+        line[p] =
+            Kind::line(w + p / kVectors * panel_bytes + p % kVectors * (kLineBytes / kVectors));
+      KVG_UNROLL
+      for (int m = 0; m < Rows; ++m) {
+        KVG_UNROLL
+        for (int p = 0; p < Panels * kVectors; ++p)
+          sums[m][p] = Kind::add(sums[m][p], x[m], line[p]);
+      }
     }
+    fetch.at = fetch.then;
   }
   KVG_UNROLL
   for (int m = 0; m < Rows; ++m) {

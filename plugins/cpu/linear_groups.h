@@ -239,16 +239,17 @@ void put_groups(const Linear& job, int64_t panel, Vector (&sums)[Rows][Panels * 
   }
 }
 
-// Computes Rows x Panels sums. `x`: the first row; `of_groups`: the sums of its groups.
+// Computes Rows x Panels sums. `first`: the first row; `of_groups`: the sums of its groups.
 template <int64_t Codes, bool HasOffsets, int Rows, int Panels>
-void tile_of_groups(const Linear& job, int64_t panel, const char* x, const char* of_groups,
+void tile_of_groups(const Linear& job, int64_t panel, const char* first, const char* of_groups,
                     Vector* out, int width) {
   constexpr int kEach = Panels * kVectors;
   constexpr int kLineInputs = line_inputs(Codes), kParts = kLineInputs / kPartInputs;
   const Numbers<Codes> numbers;
-  const int64_t bytes = job.panel_bytes(), lines = job.line_count(), stride = job.x_stride;
+  const int64_t bytes = job.panel_bytes(), lines = job.line_count();
   const int64_t groups = job.group_count(), per_group = job.group / kLineInputs;
   const char* w = job.lines + panel * bytes;
+  RowsAt<Rows> x(first, job.x_stride);
   Vector sums[Rows][kEach] = {};
   for (int64_t g = 0; g < groups; ++g) {
     Vector group[Rows][kEach] = {};
@@ -264,7 +265,7 @@ void tile_of_groups(const Linear& job, int64_t panel, const char* x, const char*
           const auto part = numbers.part(line, code_of(kLineInputs / 2, i));
           KVG_UNROLL
           for (int m = 0; m < Rows; ++m)
-            group[m][v] = add(group[m][v], x + m * stride + 4 * i, part);
+            group[m][v] = add(group[m][v], x[m] + 4 * i, part);
         }
       }
     }

@@ -80,9 +80,10 @@ inline void settle(Sum& sum) {
 // may wrap around, a group's final sums do not: a group has 16 products in each half of a column's
 // word, each at most 8 * 127.
 template <int Rows>
-void tile_of_nibbles(const char* x, int64_t stride, const char* w, const uint8_t* multiplier,
+void tile_of_nibbles(const char* first_x, int64_t stride, const char* w, const uint8_t* multiplier,
                      int64_t groups, Index* out, int width) {
-  const char* start = x + groups * kGroup;
+  const char* start = first_x + groups * kGroup;
+  RowsAt<Rows> x(first_x, stride);
   Index sums[Rows][kVectors] = {};
   for (int64_t g = 0; g < groups; ++g, multiplier += kColumns / 2, start += sizeof(int32_t)) {
     Shorts group[Rows][kVectors];
@@ -102,7 +103,7 @@ void tile_of_nibbles(const char* x, int64_t stride, const char* w, const uint8_t
       }
       KVG_UNROLL
       for (int m = 0; m < Rows; ++m) {
-        const Index low = everywhere(x + m * stride), high = everywhere(x + m * stride + 4);
+        const Index low = everywhere(x[m]), high = everywhere(x[m] + 4);
         KVG_UNROLL
         for (int v = 0; v < kVectors; ++v) {
           group[m][v] += products(first[v], low);
@@ -144,8 +145,9 @@ inline void add_starts(const int8_t* x, int64_t depth, char* to) {
 // Does what the version above does, without start values: nibbles are signed, and multiplied as the
 // high bits of bytes, which are 16 times their value.
 template <int Rows>
-void tile_of_nibbles(const char* x, int64_t stride, const char* w, const uint8_t* multiplier,
+void tile_of_nibbles(const char* first_x, int64_t stride, const char* w, const uint8_t* multiplier,
                      int64_t groups, Index* out, int width) {
+  RowsAt<Rows> x(first_x, stride);
   Index sums[Rows] = {};
   for (int64_t g = 0; g < groups; ++g, multiplier += kColumns / 2) {
     __m512i group[Rows] = {};
@@ -157,7 +159,7 @@ void tile_of_nibbles(const char* x, int64_t stride, const char* w, const uint8_t
       const __m512i second = as<__m512i>(both & 0xf0f0f0f0u);
       KVG_UNROLL
       for (int m = 0; m < Rows; ++m) {
-        const char* at = x + m * stride;
+        const char* at = x[m];
         group[m] = _mm512_dpbusd_epi32(group[m], _mm512_set1_epi32(read<int32_t>(at)), first);
         group[m] =
             _mm512_dpbusd_epi32(group[m], _mm512_set1_epi32(read<int32_t>(at + 4)), second);
