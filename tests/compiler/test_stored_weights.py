@@ -123,49 +123,6 @@ def test_every_number_is_the_checkpoints(
         assert any(w.shape[0] == len(both) and alike(w[:, : both.shape[1]], both) for w in found)
 
 
-CASES = [
-    ("llama", "fp8"),
-    ("llama", "awq"),
-    ("llama", "gptq"),
-    ("llama", "w4a16"),
-    ("llama", "fp8-channel"),
-    ("llama", "mxfp4-packed"),
-    ("llama", "nvfp4"),
-    ("llama", "w8a8"),
-    ("llama", "w8a16"),
-    ("qwen3_moe", "awq"),
-    ("qwen3_moe", "nvfp4"),
-    ("gpt_oss", "mxfp4"),
-]
-
-
-@pytest.mark.parametrize(("architecture", "form"), CASES)
-def test_logits_stay_near_and_tokens_do_not_depend_on_the_batch(
-    architecture: str, form: str, plain: Callable[[str], Path], tmp_path: Path
-) -> None:
-    """Near what the numbers stand for, as bfloat16 weights would be."""
-    folder = quantized.make(form, plain(architecture), tmp_path / "model", tmp_path / "meant")
-    prompts = [[5 + (7 * i * j) % 60 for j in range(3 + 11 * i)] for i in range(5)]
-    said = {}
-    for name, source, weights in (("a", folder, None), ("exact", tmp_path / "meant", "fp32")):
-        kvgraph.compile(source, tmp_path / name, page_size=16, weights=weights, check=False)
-        engine = kvgraph.Engine(tmp_path / name, num_pages=64)
-        asked = kvgraph.SamplingParams(max_new_tokens=1, prompt_logprobs=0)
-        done = engine.generate(prompts, asked)
-        said[name] = np.concatenate([_of_prompt(each) for each in done])
-    apart = np.abs(said["a"] - said["exact"])
-    assert 0 < np.median(apart) < (0.05 if form == "w8a8" else 0.02)
-    sampling = kvgraph.SamplingParams(max_new_tokens=8, ignore_eos=True)
-    engine = kvgraph.Engine(tmp_path / "a", num_pages=64)
-    together = [done.token_ids for done in engine.generate(prompts, sampling)]
-    alone = [engine.generate([p], sampling)[0].token_ids for p in prompts]
-    assert together == alone
-
-
-def _of_prompt(done: Any) -> np.ndarray[Any, Any]:
-    return np.array([token.chosen.logprob for token in done.prompt_logprobs if token is not None])
-
-
 def put_out_of_order(folder: Path) -> None:
     tensors = load_file(folder / "model.safetensors")
     for name in [name for name in tensors if name.endswith(".weight_shape")]:

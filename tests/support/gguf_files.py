@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 
 import kvgraph
 from tests.support import gguf_fields
@@ -216,6 +217,26 @@ def _turned_experts(
             yield name, np.ascontiguousarray(rows[:, own])
     else:
         yield f"{stem}.{end}", np.ascontiguousarray(rows)
+
+
+def meant(folder: Path, out: Path, kind: str, experts: str = "") -> Path:
+    """A plain checkpoint of the numbers that blocks of `make` stand for, by the gguf package."""
+    import gguf
+
+    stored = load_file(folder / "model.safetensors")
+    is_turned = json.loads((folder / "config.json").read_text())["model_type"] == "gpt_oss"
+    for name, weight in stored.items():
+        if weight.ndim < 2 or name.endswith(("gate.weight", "router.weight", "bias")):
+            continue
+        is_expert = ".experts." in name
+        own = (experts or kind) if is_expert else kind
+        rows = weight.swapaxes(1, 2) if is_expert and is_turned else weight
+        blocks = _blocks(np.ascontiguousarray(rows, np.float32), own)
+        made = gguf.dequantize(blocks, gguf.GGMLQuantizationType[own]).reshape(rows.shape)
+        stored[name] = np.ascontiguousarray(made.swapaxes(1, 2) if rows is not weight else made)
+    shutil.copytree(folder, out)
+    save_file(stored, out / "model.safetensors", metadata={"format": "pt"})
+    return out
 
 
 SCALES = {
