@@ -1,5 +1,5 @@
 # make demo | test | test-fast | test-ci | test-all | test-browser | test-distributed | test-vendors | test-lowest | check | check-kernels | check-ptx | docs | format | generate | constraints
-#      bench-kv | bench-pool | bench-attention | bench-linear | bench-experts | bench-ranks | bench-replicas | bench-routing | bench-compile | bench-cuda | bench-kernels | bench-products | bench-tensorrt | bench-tiers | bench-stores | bench-step | bench-page-ends | bench-sampling | bench-serve | bench-start
+#      bench-kv | bench-pool | bench-attention | bench-linear | bench-experts | bench-mixture | bench-ranks | bench-replicas | bench-routing | bench-compile | bench-cuda | bench-kernels | bench-products | bench-tensorrt | bench-tiers | bench-stores | bench-step | bench-page-ends | bench-sampling | bench-serve | bench-start
 # Needs Python 3.11+, a C++ compiler and a package index.
 PYTHON ?= python3
 VENV := .venv
@@ -23,7 +23,7 @@ NATIVE := $(shell find plugins -type f 2>/dev/null)
 # Both ways to install write to one environment.
 .NOTPARALLEL:
 .PHONY: demo test test-fast test-ci test-all test-browser test-distributed test-vendors test-lowest check check-kernels check-ptx docs format generate constraints clean
-.PHONY: bench-kv bench-pool bench-attention bench-linear bench-experts bench-ranks bench-replicas bench-routing bench-compile bench-cuda bench-kernels bench-products bench-tensorrt bench-tiers bench-stores bench-step bench-page-ends bench-sampling bench-start
+.PHONY: bench-kv bench-pool bench-attention bench-linear bench-experts bench-mixture bench-ranks bench-replicas bench-routing bench-compile bench-cuda bench-kernels bench-products bench-tensorrt bench-tiers bench-stores bench-step bench-page-ends bench-sampling bench-serve bench-start
 
 demo: $(VENV)/.demo
 	$(BIN)/kvgraph compile examples/tiny-llama -o $(DEMO) --force
@@ -113,6 +113,11 @@ bench-linear: $(VENV)/.installed
 
 bench-experts: $(VENV)/.installed
 	$(BENCH).experts
+
+# 6 GB of disk, about 15 minutes. With peers: PEERS="NAME=PYTHON ..." make bench-mixture; FOLDER=DIR
+# keeps the model, also in their formats.
+bench-mixture: $(VENV)/.installed
+	$(BENCH).mixture $(if $(FOLDER),--folder $(FOLDER)) $(PEERS:%=--peers %)
 
 bench-ranks: $(VENV)/.installed
 	$(BENCH).ranks

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes  # noqa: F401  # bfloat16 for load_file
 import numpy as np
 from safetensors.numpy import load_file, save_file
 
