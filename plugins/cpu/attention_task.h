@@ -48,15 +48,16 @@ class AttentionTask {
   void each_query(Take&& take) const {
     const Dtype& type = dtype(job_.dtype);
     const auto width = static_cast<size_t>(D_);
-    std::vector<char> rounded(job_.rope ? width * type.size : 0);
+    const bool is_rounded = job_.rope && job_.dtype != KVG_FLOAT32;
+    std::vector<char> rounded(is_rounded ? width * type.size : 0);
     std::vector<float> wide(width + 1);
     for (int64_t head = first_head_; head < last_head_; ++head)
       for (int64_t row = 0; row < rows_; ++row) {
         const int64_t token = tile_.begin + row / group_;
         const int64_t from = element(token, head * group_ + row % group_, D_);
         type.to_float(job_.q + from * static_cast<int64_t>(type.size), wide.data(), width);
-        if (job_.rope) {  // rotated queries are rounded to their dtype, as rotated keys are
-          job_.rope.apply(wide.data(), position(token));
+        if (job_.rope) job_.rope.apply(wide.data(), position(token));
+        if (is_rounded) {  // to their dtype, as rotated keys are
           type.from_float(wide.data(), rounded.data(), width);
           type.to_float(rounded.data(), wide.data(), width);
         }

@@ -2,18 +2,29 @@
 
 namespace kvg {
 
+namespace {
+
+// Rotates pairs (a[i * Step], b[i * Step]).
+template <int Step>
+void rotate(float* __restrict a, float* __restrict b, const float* __restrict cosines,
+            const float* __restrict sines, int64_t pairs) {
+#pragma omp simd
+  for (int64_t i = 0; i < pairs; ++i) {
+    const float x = a[i * Step], y = b[i * Step];
+    a[i * Step] = x * cosines[i] - y * sines[i];
+    b[i * Step] = y * cosines[i] + x * sines[i];
+  }
+}
+
+}  // namespace
+
 void Rope::apply(float* x, int64_t position) const {
   const int64_t half = rotary / 2;
   const float* cosines = cos_sin + position * rotary;
-  const float* sines = cosines + half;
-  const int64_t step = interleaved ? 2 : 1, partner = interleaved ? 1 : half;
-  for (int64_t i = 0; i < half; ++i) {
-    float& a = x[i * step];
-    float& b = x[i * step + partner];
-    const float rotated = a * cosines[i] - b * sines[i];
-    b = b * cosines[i] + a * sines[i];
-    a = rotated;
-  }
+  if (interleaved)
+    rotate<2>(x, x + 1, cosines, cosines + half, half);
+  else
+    rotate<1>(x, x + half, cosines, cosines + half, half);
 }
 
 Rope check_rope(const Operands& in, int cos_sin, int64_t style, const Rows& rows) {
