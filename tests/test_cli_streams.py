@@ -229,9 +229,9 @@ def workers(folder: Path) -> list[str]:
 VERIFY = """
 import time
 from kvgraph.cli import main
-from kvgraph.kernels import execute
+from kvgraph.kernels import execute, stored
 
-execute.read_kernels = lambda folder: []
+stored.read_kernels = lambda folder: []
 execute.run_task, execute.tasks_of = time.sleep, lambda kernels: [600, 600]
 main()
 """

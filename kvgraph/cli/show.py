@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from kvgraph.contract.file_names import BUILD_LOG_NAME, KERNELS_NAME
-from kvgraph.contract.files import open_regular, reading
+from kvgraph.contract.files import open_regular, read_list
 from kvgraph.contract.manifest import ExecutedKernel, Manifest, PassEntry, QualityInfo
 from kvgraph.contract.mixtures import Mixture
 from kvgraph.contract.params import KVCacheStrategy
@@ -198,7 +198,8 @@ def kernels(folder: Path, paths: list[str], executed: Sequence[ExecutedKernel]) 
         is_text = column in ("kernel", "arch")
         table.add_column(column, justify="left" if is_text else "right", no_wrap=is_text)
     for path in paths:
-        for kernel in _kernels(folder, path):
+        # Its hash is not checked here.
+        for kernel in read_list(folder / path, _Kernel, "kernels", ArtifactError):
             name = f"{kernel.kernel} {kernel.role}".strip()
             took = seconds.get(str(Path(path).with_name(kernel.file)))
             spills = kernel.spill_stores + kernel.spill_loads
@@ -233,19 +234,6 @@ class _Kernel:
     shared: int
     spill_stores: int
     spill_loads: int
-
-
-def _kernels(folder: Path, path: str) -> list[_Kernel]:
-    """Entries of a kernels.json. Its hash is not checked; ArtifactError if it is damaged."""
-    try:
-        with reading(folder / path, ArtifactError):
-            return from_plain(list[_Kernel], _read_json(folder / path))
-    except ArtifactError:
-        raise
-    except (OSError, ValueError, RecursionError) as error:
-        raise ArtifactError(
-            f"{folder / path}: expected a list of kernels, got a damaged file ({error})"
-        ) from error
 
 
 @dataclass(frozen=True, slots=True)

@@ -61,7 +61,8 @@ def verify(
 
 def _execute(artifact: Path) -> list[Ran]:
     """Run all kernels as PTX. KernelError at the first step with a wrong result."""
-    from kvgraph.kernels.execute import executed, read_kernels, tasks_of
+    from kvgraph.kernels.execute import executed, tasks_of
+    from kvgraph.kernels.stored import read_kernels
 
     kernels = read_kernels(artifact)
     ran: list[Ran] = []

@@ -26,7 +26,7 @@ from pathlib import Path, PurePosixPath
 from kvgraph.contract.files import can_read, can_write, kind_of, naming, require_utf8
 from kvgraph.contract.leftovers import MADE, OWNER, owned, unowned
 from kvgraph.contract.manifest import MANIFEST_NAME, listed_names
-from kvgraph.errors import ArtifactError
+from kvgraph.errors import ArtifactError, KVGraphError
 
 PREFIX = ".kvgraph-staging."
 REPLACED = "replaced"
@@ -94,7 +94,8 @@ def settle_leftovers(out: Path) -> None:
 
 @contextmanager
 def staging(out: Path, *, force: bool) -> Iterator[Path]:
-    """A folder next to `out` that becomes `out` on success and disappears on failure.
+    """A folder next to `out` that becomes `out` on success and disappears on failure. Errors of
+    kvgraph name `out` in its place.
 
     `require_free` runs again at the end, so files that appeared at `out` meanwhile are not lost. A
     killed process leaves the old artifact or the new one, and a hidden folder, which the next
@@ -104,14 +105,18 @@ def staging(out: Path, *, force: bool) -> Iterator[Path]:
     out.parent.mkdir(parents=True, exist_ok=True)
     settle_leftovers(out)
     folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=out.parent))
+    made = folder / MADE
     with naming(out), owned(folder, MARKER | {"output": out.name}):
         try:
             _require_movable(out, folder)
-            made = folder / MADE
             made.mkdir()
             yield made
             _follow_umask(made)
             _replace(out, folder, require_free(out, force=force))
+        except KVGraphError as error:
+            said = (a.replace(str(made), str(out)) if isinstance(a, str) else a for a in error.args)
+            error.args = tuple(said)
+            raise
         finally:
             _settle(folder, out)
 

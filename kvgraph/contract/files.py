@@ -12,10 +12,13 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path, PurePosixPath
-from typing import BinaryIO
+from typing import BinaryIO, TypeVar
 
-from kvgraph.contract.plain import JsonObject
+from kvgraph.contract.manifest_values import require_plain_text
+from kvgraph.contract.plain import JsonObject, from_plain
 from kvgraph.errors import ArtifactError, KVGraphError, RequestError
+
+T = TypeVar("T")
 
 PARTIAL = re.compile(r"\.kvgraph-[0-9a-f]{16}\.partial")
 """Pattern of the names of files that are being written; a killed process may leave one."""
@@ -171,6 +174,20 @@ def read_fields(path: Path, refusal: type[KVGraphError]) -> JsonObject:
     if not isinstance(fields, dict):
         raise refusal(f"{path}: expected fields, got {type(fields).__name__}")
     return fields
+
+
+def read_list(path: Path, kind: type[T], what: str, refusal: type[KVGraphError]) -> list[T]:
+    """Return the `kind`s of a JSON file; raise `refusal`, which names `what` they are, if it is
+    missing or damaged."""
+    try:
+        with reading(path, refusal), open_regular(path) as file:
+            found = json.loads(file.read())
+        require_plain_text(found)
+        return from_plain(list[kind], found)  # type: ignore[valid-type]
+    except refusal:
+        raise
+    except (OSError, ValueError, RecursionError) as error:
+        raise refusal(f"{path}: expected a list of {what}, got a damaged file ({error})") from error
 
 
 def inside(folder: Path, name: str) -> Path | None:

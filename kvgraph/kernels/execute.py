@@ -7,13 +7,12 @@ driver, the order of memory between blocks, or speed.
 from __future__ import annotations
 
 import gzip
-import json
 import multiprocessing
 import os
 import signal
 import threading
 import zlib
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -22,20 +21,18 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 from kvgraph import ptx
-from kvgraph.contract.file_names import KERNELS_NAME
 from kvgraph.contract.files import reading
 from kvgraph.contract.manifest import ExecutedKernel, Manifest, read_measured, write_manifest
-from kvgraph.contract.plain import JsonObject
 from kvgraph.errors import ArtifactError, KernelError
 from kvgraph.kernels import matrix_trials, trials
 from kvgraph.kernels.linear_plan import roles_of
 from kvgraph.kernels.run_ptx import run_plan
-from kvgraph.kernels.shapes import SHARED_MEMORY, AttentionShape, PoolShape, Rope
+from kvgraph.kernels.shapes import AttentionShape, PoolShape, Rope
+from kvgraph.kernels.stored import StoredKernel, fitting, read_arch
 from kvgraph.kernels.trials import Trial
 from kvgraph.kernels.variants import (
     EXPERTS_DOWN,
     INCREMENT_CACHE_LENGTHS,
-    KERNELS,
     QUANTIZED_LINEAR,
     RMS_NORM,
     ROUTE,
@@ -58,21 +55,6 @@ LINEAR = QUANTIZED_LINEAR.name
 
 
 @dataclass(frozen=True)
-class StoredKernel:
-    """A kernel of a folder: its variant, the path of its PTX, and the data for its launch."""
-
-    variant: Variant
-    arch: str
-    entry: str
-    shared: int
-    path: Path
-
-    @property
-    def title(self) -> str:
-        return f"{self.variant.kernel.name} {self.variant.role}".strip()
-
-
-@dataclass(frozen=True)
 class Ran:
     """Result of a kernel in a trial. `error`, `limit`: of the trial, for all its kernels."""
 
@@ -88,78 +70,26 @@ class Ran:
     ideal_wavefronts: int
 
 
-def read_kernels(folder: Path) -> list[StoredKernel]:
-    """Read all kernels under `folder/kernels`; ArtifactError for none, or one without PTX."""
-    found = [
-        _packed(path.parent, entry)
-        for path in sorted((folder / "kernels").glob(f"*/{KERNELS_NAME}"))
-        for entry in _entries(path)
-    ]
-    if not found:
-        raise ArtifactError(
-            f"{folder}: expected kernels to execute in kernels/, got none; artifacts for CUDA have "
-            "them, but those of backend onnx"
-        )
-    return found
-
-
-def _entries(path: Path) -> list[JsonObject]:
-    with reading(path, ArtifactError):
-        text = path.read_bytes()
-    try:
-        entries: list[JsonObject] = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise ArtifactError(f"{path}: expected JSON, got a damaged file ({error})") from error
-    return entries
-
-
-def _packed(folder: Path, entry: JsonObject) -> StoredKernel:
-    if "ptx" not in entry:
-        raise ArtifactError(
-            f"{folder / entry['file']}: expected its PTX beside it, got an artifact from before "
-            "artifacts had it; compile it again"
-        )
-    kernels = {kernel.name: kernel for kernel in KERNELS}
-    variant = Variant(
-        kernels[entry["kernel"]],
-        entry["role"],
-        entry["dtype"],
-        entry["pool_dtype"],
-        entry["constants"],
-        entry["num_warps"],
-        entry["num_stages"],
-        frozenset(entry["absent"]),
-    )
-    if f"{variant.name}.cubin" != entry["file"]:
-        raise ArtifactError(
-            f"{folder / entry['file']}: expected a kernel of this version of kvgraph "
-            f"({variant.name}), got one of another; compile it again"
-        )
-    if entry["shared"] > SHARED_MEMORY[entry["arch"]]:
-        raise ArtifactError(
-            f"{folder / entry['file']}: expected at most {SHARED_MEMORY[entry['arch']]} bytes of "
-            f"shared memory on {entry['arch']}, got {entry['shared']}"
-        )
-    return StoredKernel(
-        variant, entry["arch"], entry["entry"], entry["shared"], folder / entry["ptx"]
-    )
-
-
 def tasks_of(kernels: Sequence[StoredKernel]) -> list[tuple[Path, str, str]]:
     """Independent tasks: (folder of an architecture, name of a variant, name of a trial)."""
     tasks = []
     for kernel in kernels:
-        folder, name = kernel.path.parent, kernel.variant.name
-        if kernel.variant.role == "prefill":
-            page_size = int(str(kernel.variant.constants["PAGE_SIZE"]))
-            tasks += [(folder, name, trial) for trial in trials.rows_of(page_size)]
-        elif kernel.variant.kernel.name in UNITS:
-            tasks += [(folder, name, "one row"), (folder, name, "rows")]
-        elif kernel.variant.kernel.name == EXPERTS:
-            tasks.append((folder, name, kernel.variant.role))
-        elif _stands_for_layer(kernel):
-            tasks += [(folder, name, trial) for trial in _linear_trials(kernel)]
+        with fitting(kernel):
+            tasks += [
+                (kernel.path.parent, kernel.variant.name, trial) for trial in _trial_names(kernel)
+            ]
     return tasks
+
+
+def _trial_names(kernel: StoredKernel) -> Collection[str]:
+    """Names of the trials of a kernel; none if it runs in the trials of another one."""
+    if kernel.variant.role == "prefill":
+        return trials.rows_of(int(str(kernel.variant.constants["PAGE_SIZE"])))
+    if kernel.variant.kernel.name in UNITS:
+        return ("one row", "rows")
+    if kernel.variant.kernel.name == EXPERTS:
+        return (kernel.variant.role,)
+    return _linear_trials(kernel) if _stands_for_layer(kernel) else ()
 
 
 def _stands_for_layer(kernel: StoredKernel) -> bool:
@@ -263,20 +193,21 @@ def run_task(task: tuple[Path, str, str]) -> list[Ran]:
 
 
 @lru_cache
-def _read_arch(folder: Path) -> tuple[StoredKernel, ...]:
-    return tuple(_packed(folder, entry) for entry in _entries(folder / KERNELS_NAME))
+def _read_arch(folder: Path) -> list[StoredKernel]:
+    return read_arch(folder.parents[1], folder.name)
 
 
 def _trials(kernel: StoredKernel, which: str, known: Mapping[str, StoredKernel]) -> Iterator[Trial]:
     variant = kernel.variant
-    if variant.kernel.name == EXPERTS:
-        others = [each.variant for each in known.values()]
-        for shape in matrix_trials.experts_shapes(variant, others):
-            yield matrix_trials.experts_trial(shape, kernel.arch, which)
-    elif variant.kernel.name == LINEAR:
-        yield _linear_trials(kernel)[which]()
-    else:
-        yield _trial(kernel, which)
+    with fitting(kernel):
+        if variant.kernel.name == EXPERTS:
+            others = [each.variant for each in known.values()]
+            for shape in matrix_trials.experts_shapes(variant, others):
+                yield matrix_trials.experts_trial(shape, kernel.arch, which)
+        elif variant.kernel.name == LINEAR:
+            yield _linear_trials(kernel)[which]()
+        else:
+            yield _trial(kernel, which)
 
 
 def _linear_trials(kernel: StoredKernel) -> dict[str, Callable[[], Trial]]:

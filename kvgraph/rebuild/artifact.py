@@ -38,7 +38,7 @@ from kvgraph.contract.manifest import (
     read_manifest,
     write_manifest,
 )
-from kvgraph.errors import ArtifactError, MissingDependencyError, UnsupportedError
+from kvgraph.errors import ArtifactError, BindingError, MissingDependencyError, UnsupportedError
 from kvgraph.progress import Progress
 
 TOOLS = ("torch", "onnx", "onnx-ir")
@@ -72,6 +72,7 @@ def rebuild(
     old = manifest.engine
     if old is None or not old.profiles:
         raise ArtifactError(f"{folder}: engine: expected what built it and its profiles, got none")
+    _require_profiles(folder, manifest, old)
     require_free(out, force=force)
     by_torch = manifest.backend == "torch-tensorrt"
     module = BY_TORCH if by_torch else _module()
@@ -104,6 +105,17 @@ def rebuild(
         )
         write_manifest(made, rebuilt)
     return rebuilt
+
+
+def _require_profiles(folder: Path, manifest: Manifest, engine: EngineInfo) -> None:
+    """Raise ArtifactError, which names the manifest, for a profile that does not fit the inputs."""
+    for profile in engine.profiles:
+        try:
+            manifest.signature.to_tensorrt_profile(profile.min, profile.opt, profile.max)
+        except BindingError as error:
+            raise ArtifactError(
+                f"{folder / MANIFEST_NAME}: engine: profile {profile.name!r}: {error}"
+            ) from error
 
 
 def _torch_version() -> str:

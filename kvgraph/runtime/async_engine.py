@@ -34,7 +34,7 @@ from kvgraph.runtime.request_threads import RequestThreads
 from kvgraph.runtime.sampling import SamplingParams, Token
 from kvgraph.runtime.scheduler import Request
 from kvgraph.runtime.text import Completion, completion_of
-from kvgraph.runtime.token_stream import TokenStream, failed
+from kvgraph.runtime.token_stream import ENDED, TokenStream, failed
 
 T = TypeVar("T")
 
@@ -314,7 +314,7 @@ class AsyncEngine(NotCopyable):
         while not self._inbox.empty():
             with suppress(Exception):
                 self._inbox.get()()
-        self._call_in_loop(self._end_all, f"the engine's thread has ended{self._why()}")
+        self._call_in_loop(self._end_all, f"{ENDED}{self._why()}")
         with suppress(Exception):  # requests that were cancelled since the last step
             self.engine._settle()
         self.engine.close()

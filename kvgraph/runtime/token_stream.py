@@ -8,6 +8,9 @@ from collections.abc import Callable
 from kvgraph.runtime.sampling import NO_TOKEN, Token
 from kvgraph.runtime.stats import RequestStats
 
+ENDED = "the engine's thread has ended"
+"""First words of the error of a request whose engine has ended; the reason follows."""
+
 
 class TokenStream:
     """The tokens of one request: `async for tokens in stream` yields all since the last time.

@@ -11,7 +11,7 @@ from msgspec import Raw
 
 from kvgraph.runtime.logprobs import Logprob, TokenLogprobs
 from kvgraph.runtime.sampling import Token
-from kvgraph.serve.errors import error_body, without_id
+from kvgraph.serve.errors import error_body, for_client
 from kvgraph.serve.generation import Generation
 
 DONE = b"data: [DONE]\n\n"
@@ -41,7 +41,7 @@ def event(body: object) -> bytes:
 
 def failure(generation: Generation, why: str) -> bytes:
     """The event of a choice that failed with error `why`."""
-    return b"data: " + error_body(generation.status_of(why), without_id(why)) + b"\n\n"
+    return b"data: " + error_body(generation.status_of(why), for_client(why)) + b"\n\n"
 
 
 def usage_of(generation: Generation) -> dict[str, object]:

@@ -126,7 +126,7 @@ class Endpoints:
             state["num_queued"] = served.admission.num_queued
             return Response(encoded(state), media_type=JSON)
         except RequestError as error:  # the engine was closed: the server ends
-            raise ServeError(503, str(error)) from error
+            raise ServeError(503, "the server ends") from error
 
     async def models(self, request: Request) -> Response:
         body = {"object": "list", "data": [self._model()]}

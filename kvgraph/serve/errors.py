@@ -6,6 +6,8 @@ import re
 
 import msgspec
 
+from kvgraph.runtime.token_stream import ENDED
+
 
 class ServeError(Exception):
     """A request that is answered with `status` and one sentence.
@@ -80,9 +82,10 @@ ESCAPED = {code: chr(code).encode("unicode_escape").decode() for code in (*range
 """Escapes of control characters, so that a message with a client's text stays one line."""
 
 
-def without_id(sentence: str) -> str:
-    """An engine's error message without the engine's request id."""
-    return re.sub("^request '[^']*': ", "", sentence)
+def for_client(sentence: str) -> str:
+    """An engine's error message without its request id, and without the reason why the engine
+    ended, which may name the server's files: the command prints it."""
+    return re.sub(f"^request '[^']*': |(?<={ENDED}): .*", "", sentence, flags=re.DOTALL)
 
 
 def error_body(

@@ -17,7 +17,7 @@ from kvgraph.runtime.sampling import Token
 from kvgraph.runtime.sampling_params import SamplingParams
 from kvgraph.runtime.token_stream import TokenStream
 from kvgraph.runtime.tools import refused_part
-from kvgraph.serve.errors import ServeError, without_id
+from kvgraph.serve.errors import ServeError, for_client
 from kvgraph.serve.load import Admission, Place
 from kvgraph.serve.metrics import Metrics
 from kvgraph.serve.sampling import ShapedParams, refusal
@@ -227,7 +227,7 @@ class Generation:
                 found[choice.index] += choice.tokens
         for tokens in found.values():
             if error := tokens[-1].error:
-                raise ServeError(self.status_of(error), without_id(error))
+                raise ServeError(self.status_of(error), for_client(error))
         return list(found.values())
 
     def close(self) -> None:

@@ -17,7 +17,7 @@ from kvgraph.contract.plain import JsonObject
 from kvgraph.runtime.logprobs import TokenLogprobs
 from kvgraph.serve.answers import built, chat_logprobs, encoded, reason_of, text_of
 from kvgraph.serve.chats import chat_job, held_delta
-from kvgraph.serve.errors import ServeError, without_id
+from kvgraph.serve.errors import ServeError, for_client
 from kvgraph.serve.generation import Generation
 from kvgraph.serve.items import Chat, ResponseRequest
 from kvgraph.serve.jobs import Job
@@ -77,7 +77,7 @@ async def response_events(
         if error:
             failed = _response(given, job, "failed", message.items(CUT), generation)
             code = "invalid_prompt" if generation.status_of(error) == 400 else "server_error"
-            failed["error"] = {"code": code, "message": without_id(error)}
+            failed["error"] = {"code": code, "message": for_client(error)}
             yield event("response.failed", response=failed)
         elif why:
             status = _status(why)

@@ -12,7 +12,7 @@ from kvgraph.errors import RequestError
 from kvgraph.runtime.grammars import KINDS
 from kvgraph.runtime.sampling_params import ALIASES, SamplingParams
 from kvgraph.runtime.tools import Parts
-from kvgraph.serve.errors import ServeError, require_vocabulary, without_id
+from kvgraph.serve.errors import ServeError, for_client, require_vocabulary
 from kvgraph.serve.protocol import REQUEST_FIELDS, Sampled
 from kvgraph.serve.shapes import Shape, shape_of_choice
 
@@ -95,7 +95,7 @@ def refusal(error: Exception, origin: str = "") -> ServeError:
 
     `origin`: field or fields of the grammar, if SamplingParams names it differently.
     """
-    said, got, value = without_id(str(error)).partition(", got ")
+    said, got, value = for_client(str(error)).partition(", got ")
     for name, own in ALIASES.items():
         said = said.replace(own, name)
     message = said + got + value

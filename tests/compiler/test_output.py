@@ -19,7 +19,7 @@ import kvgraph
 from kvgraph.compiler import output
 from kvgraph.compiler.output import PREFIX, require_free, staging
 from kvgraph.contract.plain import to_json
-from kvgraph.errors import ArtifactError
+from kvgraph.errors import ArtifactError, UnsupportedError
 from tests.support.command_line import run
 from tests.support.outputs import another_user, replace, snapshot, write_artifact
 
@@ -196,6 +196,12 @@ def test_a_disk_that_is_full_names_the_output(tmp_path: Path, files: tuple[Any, 
     with pytest.raises(ArtifactError, match=message), staging(tmp_path / "out", force=False):
         raise error
     assert not list(tmp_path.iterdir())
+
+
+def test_an_error_names_the_output_and_not_the_hidden_folder(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedError) as raised, staging(tmp_path / "out", force=False) as made:
+        raise UnsupportedError(f"{made / 'model.onnx'}: refused")
+    assert str(raised.value) == f"{tmp_path / 'out' / 'model.onnx'}: refused"
 
 
 def test_a_parent_that_cannot_be_written(tmp_path: Path) -> None:

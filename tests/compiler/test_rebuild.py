@@ -10,13 +10,16 @@ import base64
 import importlib.util
 import json
 import re
+import shutil
 import subprocess
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from kvgraph.contract.manifest import read_manifest, write_manifest
 from kvgraph.errors import (
     ArtifactError,
     DeviceError,
@@ -173,6 +176,38 @@ def test_what_is_no_artifact_for_it(artifact: Path, compiled: Compiled, tmp_path
     with pytest.raises(UnsupportedError, match=r"target: expected some of .*, got 'sm_90'$"):
         rebuild(artifact, tmp_path / "out", target="cuda:sm_90")
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("which", "sizes", "kind", "sentence"),
+    [
+        ("min", {"batch_size": -5}, ArtifactError,
+         r"^{given}/manifest\.json: engine: profile 'decode': min: batch_size: .* got -5$"),
+        ("max", {"batch_size": 0}, ArtifactError,
+         r"^{given}/manifest\.json: engine: profile 'decode': .* expected min <= opt <= max, got"),
+        ("max", {"total_seq_len": 2**62}, UnsupportedError, r"^{out}/model\.onnx: TensorRT cannot"),
+    ],
+)  # fmt: skip
+def test_profiles_that_fit_no_engine(
+    artifact: Path,
+    tmp_path: Path,
+    which: str,
+    sizes: dict[str, int],
+    kind: type[Exception],
+    sentence: str,
+) -> None:
+    """The error names a file that the user knows."""
+    given, manifest = tmp_path / "given", read_manifest(artifact)
+    shutil.copytree(artifact, given)
+    assert manifest.engine is not None
+    first = manifest.engine.profiles[0]
+    changed = replace(first, **{which: getattr(first, which) | sizes})
+    engine = replace(manifest.engine, profiles=[changed])
+    write_manifest(given, replace(manifest, engine=engine))
+    where = {"given": re.escape(str(given)), "out": re.escape(str(tmp_path / "out"))}
+    with pytest.raises(kind, match=sentence.format(**where)):
+        rebuild(given, tmp_path / "out", target="cuda:sm_89")
+    assert list(tmp_path.iterdir()) == [given]
 
 
 @pytest.mark.parametrize(

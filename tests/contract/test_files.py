@@ -14,12 +14,12 @@ from typing import Any
 import pytest
 
 import kvgraph
-from kvgraph.cli.show import _kernels
+from kvgraph.cli.show import _Kernel
 from kvgraph.compiler.frontends.folder import read_json
-from kvgraph.contract.files import as_path, replacing, require_replaceable
+from kvgraph.contract.files import as_path, read_list, replacing, require_replaceable
 from kvgraph.contract.safetensors import read_layout
 from kvgraph.errors import ArtifactError, ModelError, RequestError
-from kvgraph.kernels.execute import _entries, _read_ptx
+from kvgraph.kernels.execute import _read_ptx
 from kvgraph.rebuild.torch_engine import kernels_of
 from kvgraph.runtime.prefix_file import _read
 from tests.support.outputs import another_user
@@ -82,8 +82,11 @@ def test_a_file_that_cannot_be_read_is_kept(tmp_path: Path) -> None:
         ("config.json", read_json, ModelError),
         ("model.safetensors", read_layout, ArtifactError),
         ("system.kvp", _read, ArtifactError),
-        ("kernels.json", lambda path: _kernels(path.parent, path.name), ArtifactError),
-        ("kernels.json", _entries, ArtifactError),
+        (
+            "kernels.json",
+            lambda path: read_list(path, _Kernel, "kernels", ArtifactError),
+            ArtifactError,
+        ),
         ("tensorrt.json", lambda path: kernels_of(path.parent), ArtifactError),
         ("a.ptx.gz", lambda path: _read_ptx(path, "a", "sm_80"), ArtifactError),
     ],

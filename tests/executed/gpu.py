@@ -28,7 +28,8 @@ class ExecutingGpu:
     def __init__(self, kernels: Path, ptx: Path) -> None:
         self.kernels, self.device = kernels, torch.device("cpu")
         self.executor = Executor(ptx)
-        self._cubins = Cubins(kernels)
+        files = [path.relative_to(kernels.parent).as_posix() for path in kernels.rglob("*")]
+        self._cubins = Cubins(kernels.parent, files)
         self.arch, self.multiprocessors = self._cubins.arch, self._cubins.multiprocessors
         self.change: Change | None = None
 

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -22,15 +23,15 @@ from kvgraph.contract.manifest import read_manifest
 from kvgraph.errors import ArtifactError, KernelError
 from kvgraph.kernels import aot
 from kvgraph.kernels.execute import (
-    StoredKernel,
     _starts,
-    read_kernels,
+    _trials,
     record,
     run_task,
     run_trial,
     tasks_of,
 )
 from kvgraph.kernels.shapes import AttentionShape, PoolShape
+from kvgraph.kernels.stored import StoredKernel, read_kernels
 from kvgraph.kernels.trials import Trial, attention_trial, rows_of
 from tests.support.command_line import run
 
@@ -45,8 +46,7 @@ def artifact(compiled: Callable[..., Path]) -> Path:
 @pytest.fixture
 def folder(artifact: Path, tmp_path: Path) -> Path:
     """A copy whose kernels may be damaged."""
-    shutil.copytree(artifact / "kernels", tmp_path / "kernels")
-    return tmp_path
+    return Path(shutil.copytree(artifact, tmp_path / "copy"))
 
 
 def test_an_artifact_is_executed(artifact: Path) -> None:
@@ -166,36 +166,84 @@ def test_a_plan_that_has_other_kernels_is_refused(tmp_path: Path) -> None:
         run_trial(other, packed(decode_trial(), tmp_path / "kernels"))
 
 
-def edit(folder: Path, change: dict[str, object]) -> None:
-    """One field of every entry of kernels.json."""
+def edit(folder: Path, change: Callable[[Any], object]) -> None:
+    """Change the entries of kernels.json; the hash of the file is as before."""
     path = folder / "kernels" / "sm_80" / "kernels.json"
     entries = json.loads(path.read_bytes())
-    path.write_text(json.dumps([entry | change for entry in entries]))
+    path.write_text(json.dumps(change(entries)))
 
 
-def test_kernels_of_another_version_or_machine_are_refused(folder: Path) -> None:
-    edit(folder, {"num_stages": 9})
-    with pytest.raises(ArtifactError, match="expected a kernel of this version of kvgraph"):
+DAMAGED = "expected a list of kernels, got a damaged file"
+LISTED = "expected files that the manifest lists, got "
+OTHER = "expected a kernel of this version of kvgraph"
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "sentence"),
+    [
+        *[
+            (field, value, DAMAGED)
+            for field in ("kernel", "role", "arch", "file", "shared", "absent", "constants")
+            for value in (None, [None], ...)
+        ],
+        ("parameters", 7, DAMAGED),
+        ("entry", "store_kv\x1b[2J", DAMAGED),
+        ("num_stages", 9, OTHER),
+        ("kernel", "later", f"{OTHER}, got one with 'later' of another"),
+        ("dtype", "float3", f"{OTHER}, got one with 'float3' of another"),
+        ("constants", {}, OTHER),
+        ("parameters", [["x", "*T"]], OTHER),
+        ("arch", "sm_90", "expected a kernel for sm_80, got one for 'sm_90'"),
+        ("shared", 1 << 20, "at most 166912 bytes of shared memory on sm_80, got 1048576"),
+        ("shared", -1, "at most 166912 bytes of shared memory on sm_80, got -1"),
+        ("file", "left.cubin", f"{LISTED}'left.cubin'"),
+        ("file", "../../tokenizer.json", f"{LISTED}'../../tokenizer.json'"),
+        ("ptx", "/etc/hostname", f"{LISTED}'/etc/hostname'"),
+        ("ptx", "kernels.json", OTHER),
+        ("ptx", None, "expected its PTX beside it, got an artifact from before artifacts had it"),
+        ("ptx", ..., "expected its PTX beside it, got an artifact from before artifacts had it"),
+    ],
+)
+def test_a_damaged_entry_is_refused(folder: Path, field: str, value: object, sentence: str) -> None:
+    """`...`: the field is missing."""
+
+    def change(entries: list[dict[str, object]]) -> object:
+        first = {key: each for key, each in entries[0].items() if key != field}
+        return [first if value is ... else first | {field: value}, *entries[1:]]
+
+    edit(folder, change)
+    with pytest.raises(ArtifactError) as raised:
+        read_kernels(folder)
+    assert sentence in str(raised.value)
+
+
+@pytest.mark.parametrize("value", [None, 7, {}, [1]])
+def test_what_is_no_list_of_kernels_is_refused(folder: Path, value: object) -> None:
+    edit(folder, lambda entries: value)
+    with pytest.raises(ArtifactError, match=DAMAGED):
         read_kernels(folder)
 
 
-def test_more_shared_memory_than_the_architecture_has_is_refused(folder: Path) -> None:
-    edit(folder, {"shared": 1 << 20})
-    with pytest.raises(ArtifactError, match=r"at most 166912 bytes of shared memory on sm_80, got"):
-        read_kernels(folder)
+def test_constants_that_no_kernel_of_this_version_has_are_refused(folder: Path) -> None:
+    """The name fits them, as one of another version would."""
+    kernel = next(each for each in read_kernels(folder) if each.variant.role == "prefill")
+    variant = replace(kernel.variant, constants={"LATER": 1})
+    for which in ("decode", "rows"):
+        with pytest.raises(ArtifactError, match="expected the constants of a kernel of this ver"):
+            list(_trials(replace(kernel, variant=variant), which, {}))
+    with pytest.raises(ArtifactError, match=r"got others \(KeyError: 'PAGE_SIZE'\)"):
+        tasks_of([replace(kernel, variant=variant)])
 
 
-def test_an_artifact_without_ptx_is_refused(folder: Path, tmp_path: Path) -> None:
-    path = folder / "kernels" / "sm_80" / "kernels.json"
-    entries = json.loads(path.read_bytes())
-    for entry in entries:
-        del entry["ptx"]
-    path.write_text(json.dumps(entries))
-    with pytest.raises(ArtifactError, match=r"expected its PTX beside it.*compile it again"):
-        read_kernels(folder)
-    shutil.rmtree(folder / "kernels")
+def test_only_kernels_of_the_manifest_are_read(folder: Path) -> None:
+    found = read_kernels(folder)
+    shutil.copytree(folder / "kernels" / "sm_80", folder / "kernels" / "sm_90")
+    assert read_kernels(folder) == found
+
+
+def test_an_artifact_without_kernels_is_refused(compiled: Callable[..., Path]) -> None:
     with pytest.raises(ArtifactError, match="expected kernels to execute in kernels/, got none"):
-        read_kernels(folder)
+        read_kernels(compiled("tiny-llama"))
 
 
 @pytest.mark.parametrize(

@@ -26,12 +26,15 @@ PRELUDE = """
 import ctypes, json, sys
 from pathlib import Path
 import kvgraph
+from kvgraph.contract.manifest import read_manifest
 from kvgraph.errors import KVGraphError
 from kvgraph.kernels import launch, variants
 from kvgraph.kernels.launch import Sizes
 from kvgraph.kernels.shapes import AttentionShape, PoolShape, Rope
 from kvgraph.runtime.sessions.cubins import Cubins
 folder = Path(sys.argv[1])
+def cubins_of(folder):
+    return Cubins(folder, read_manifest(folder).files)
 def said(function, *arguments):
     try:
         function(*arguments)
@@ -104,7 +107,7 @@ def test_another_machine_is_refused_with_both_names(
 def test_the_nearest_architecture_is_loaded(drive: Drive, sm: str, arch: str) -> None:
     code = """
 kvgraph.load(folder)
-cubins = Cubins(folder / "kernels")
+cubins = cubins_of(folder)
 kernels = json.loads((folder / "kernels" / cubins.arch / "kernels.json").read_text())
 result = [cubins.arch, cubins.multiprocessors, len(kernels), log()]
 """
@@ -135,7 +138,7 @@ def test_a_step_launches_what_the_plan_says(
 ) -> None:
     """Grid, block and the values of a decode step; the last two pointers are null."""
     code = """
-cubins = Cubins(folder / "kernels")
+cubins = cubins_of(folder)
 cache = PoolShape.of(kvgraph.load(folder).params(), "bfloat16")
 rope = Rope(cache.head_dim, False)
 shape = AttentionShape(cache, HEADS, cache.head_dim**-0.5, rope=rope)
@@ -170,16 +173,14 @@ def test_a_changed_cubin_and_a_missing_kernel_are_named(
     content = bytearray(cubin.read_bytes())
     content[-1] ^= 1
     cubin.write_bytes(content)
-    for arch in ("sm_80", "sm_120"):
-        shutil.rmtree(folder / "kernels" / arch)
-    kind, text = drive('result = said(Cubins, folder / "kernels")', folder)
+    kind, text = drive("result = said(cubins_of, folder)", folder)
     assert kind == "ArtifactError"
     assert text.startswith(
-        f"{folder}/kernels: expected kernels that GPU 0 (sm_90) can run, got ['sm_90'] "
-        "(sm_90: image: expected SHA-256 "
+        f"{folder}/kernels: expected kernels that GPU 0 (sm_90) can run, got ['sm_120', "
+        "'sm_80', 'sm_90'] (sm_90: image: expected SHA-256 "
     )
     code = """
-cubins = Cubins(folder / "kernels")
+cubins = cubins_of(folder)
 result = said(cubins.require, [variants.rms_norm_variant("float16", 77, 1e-5)])
 """
     kind, text = drive(code)
@@ -188,12 +189,28 @@ result = said(cubins.require, [variants.rms_norm_variant("float16", 77, 1e-5)])
     assert text.endswith("of this kvgraph, got none; compile the model again")
 
 
+def test_only_files_of_the_manifest_are_loaded(
+    drive: Drive, artifact: Path, tmp_path: Path
+) -> None:
+    """An older artifact's folder may be left beside them, or its files in their folder."""
+    folder = Path(shutil.copytree(artifact, tmp_path / "copy"))
+    shutil.copytree(folder / "kernels" / "sm_80", folder / "kernels" / "sm_86")
+    assert drive("result = cubins_of(folder).arch", folder, FAKE_SM="86") == "sm_80"
+    path = folder / "kernels" / "sm_90" / "kernels.json"
+    entries = json.loads(path.read_text())
+    left = shutil.copy(path.with_name(entries[0]["file"]), path.with_name("left.cubin"))
+    path.write_text(json.dumps([entries[0] | {"file": Path(left).name}]))
+    kind, text = drive("result = said(cubins_of, folder)", folder)
+    assert kind == "ArtifactError"
+    assert f"{path}: expected files that the manifest lists, got 'left.cubin'" in text
+
+
 def test_memory_that_is_too_little_is_no_fault_of_the_kernels(drive: Drive, artifact: Path) -> None:
     for number, name, then in (
         (2, "CapacityError", "expected memory on the GPU for what the file holds, got too little"),
         (700, "DeviceLostError", "cuModuleLoadData: "),
     ):
-        code = 'result = said(Cubins, folder / "kernels")'
+        code = "result = said(cubins_of, folder)"
         kind, text = drive(code, FAKE_FAIL=f"cuModuleLoadData={number}")
         assert kind == name
         assert text.startswith(f"{artifact}/kernels/sm_90: {then}")

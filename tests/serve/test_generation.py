@@ -15,8 +15,8 @@ from kvgraph import Engine, RequestError, SamplingParams
 from kvgraph.runtime.logprobs import Logprob, TokenLogprobs
 from kvgraph.runtime.sampling import NO_TOKEN, Token
 from kvgraph.runtime.stats import RequestStats
-from kvgraph.runtime.token_stream import TokenStream
-from kvgraph.serve.answers import Spelling
+from kvgraph.runtime.token_stream import ENDED, TokenStream, failed
+from kvgraph.serve.answers import Spelling, failure
 from kvgraph.serve.chats import chat_events
 from kvgraph.serve.completions import completion_events
 from kvgraph.serve.errors import ServeError
@@ -202,6 +202,26 @@ def test_an_engine_that_has_ended_says_so(parts: Parts) -> None:
             await generation.start([[5]], [SamplingParams()], b"", 100)
         assert refused.value.status == 503
         assert counts(admission) == (0, 0, 0)
+
+    asyncio.run(main())
+
+
+def test_a_client_is_not_told_why_the_engine_ended(parts: Parts) -> None:
+    """The reason may name the server's files."""
+    runner, _, generation = parts
+
+    async def main() -> None:
+        await generation.start([[5]], [SamplingParams()], b"", 100)
+        why = f"{ENDED}: ArtifactError: /srv/a.kvg/weights.safetensors: expected\none, got another"
+        token = failed("0", why)
+        runner.streams[0].give([token])
+        runner.is_closed = True
+        with pytest.raises(ServeError) as refused:
+            await generation.all_tokens()
+        assert (refused.value.status, refused.value.message) == (503, ENDED)
+        assert token.error is not None
+        said = json.loads(failure(generation, token.error).removeprefix(b"data: "))
+        assert said["error"]["message"] == ENDED
 
     asyncio.run(main())
 

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
-from typing import Any
 
 from kvgraph.contract.file_names import KERNELS_NAME
-from kvgraph.contract.files import inside
 from kvgraph.errors import ArtifactError, KVGraphError
 from kvgraph.kernels.launch import LaunchPlan
+from kvgraph.kernels.stored import KernelEntry, archs_of, read_entries
 from kvgraph.kernels.variants import Parameter, Variant
 from kvgraph.ops.cuda_native import Kernel, launcher
 from kvgraph.runtime.machine import runnable
@@ -24,13 +22,15 @@ MIN_DRIVER = (12, 0)
 class Cubins:
     """Kernels by variant name, for the nearest architecture whose kernels all load.
 
-    `folder`: `kernels/` of an artifact. `ordinal`: the GPU. Kernels are loaded into the thread's
-    CUDA context, or the device's primary one. ArtifactError with each architecture's reason if
-    none fits; CapacityError if the GPU has too little memory; DeviceLostError.
+    `folder`: of an artifact; `files`: names in its manifest, as only those are loaded. `ordinal`:
+    the GPU. Kernels are loaded into the thread's CUDA context, or the device's primary one.
+    ArtifactError with each architecture's reason if none fits; CapacityError if the GPU has too
+    little memory; DeviceLostError.
     """
 
-    def __init__(self, folder: Path, ordinal: int = 0) -> None:
-        self._folder = folder
+    def __init__(self, folder: Path, files: Collection[str], ordinal: int = 0) -> None:
+        self._artifact, self._files = folder, files
+        self._folder = folder / "kernels"
         self._launcher = launcher()
         self.multiprocessors = self._launcher.device(ordinal).multiprocessors
         self.arch, self._kernels = self._load(ordinal)
@@ -52,12 +52,11 @@ class Cubins:
             launch(kernels[one.variant.name], one.grid, given, stream)
 
     def _load(self, ordinal: int) -> tuple[str, dict[str, Kernel]]:
-        folders = self._folder.iterdir() if self._folder.is_dir() else ()
-        archs = sorted(path.name for path in folders if path.is_dir())
+        archs = archs_of(self._files)
         refusals = []
         for arch in runnable(archs, ordinal):
             try:
-                return arch, self._load_arch(self._folder / arch, ordinal)
+                return arch, self._load_arch(arch, ordinal)
             except KVGraphError as error:
                 if (told := opening_error(self._folder / arch, str(error))) is not None:
                     raise told from error
@@ -68,27 +67,23 @@ class Cubins:
             f"got {archs}{''.join(refusals)}"
         )
 
-    def _load_arch(self, folder: Path, ordinal: int) -> dict[str, Kernel]:
-        path = folder / KERNELS_NAME
-        with opening(path, "kvgraph"):
-            entries = json.loads(path.read_bytes())
-            return {Path(e["file"]).stem: self._kernel(folder, e, ordinal) for e in entries}
+    def _load_arch(self, arch: str, ordinal: int) -> dict[str, Kernel]:
+        folder = self._folder / arch
+        with opening(folder / KERNELS_NAME, "kvgraph"):
+            entries = read_entries(self._artifact, arch, self._files)
+            return {Path(e.file).stem: self._kernel(folder / e.file, e, ordinal) for e in entries}
 
-    def _kernel(self, folder: Path, entry: dict[str, Any], ordinal: int) -> Kernel:
-        file = inside(folder, entry["file"])
-        if file is None:
-            raise ArtifactError(f"{folder}: expected kernels inside, got {entry['file']!r}")
-        image = file.read_bytes()
+    def _kernel(self, file: Path, entry: KernelEntry, ordinal: int) -> Kernel:
         module = self._launcher.load(
-            image, entry["arch"], device=ordinal, sha256=entry["sha256"], min_driver=MIN_DRIVER
+            file.read_bytes(),
+            entry.arch,
+            device=ordinal,
+            sha256=entry.sha256,
+            min_driver=MIN_DRIVER,
         )
-        types = [_aligned(Parameter(*p), entry["alignment"]) for p in entry["parameters"]]
+        types = [_aligned(Parameter(*p), entry.alignment) for p in entry.parameters]
         return self._launcher.kernel(
-            module,
-            entry["entry"],
-            types,
-            num_warps=entry["num_warps"],
-            shared_bytes=entry["shared"],
+            module, entry.entry, types, num_warps=entry.num_warps, shared_bytes=entry.shared
         )
 
 

@@ -51,7 +51,7 @@ class CudaSession(Session):
             from kvgraph.runtime.sessions.cuda_gpu import CudaGpu
 
             with raising_cuda_errors():
-                gpu = CudaGpu(artifact.folder, artifact.rank, artifact.ranks)
+                gpu = CudaGpu(artifact)
             if artifact.ranks > 1:
                 nccl.join(artifact.rank, artifact.ranks)
         self.gpu = gpu

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 from weakref import WeakSet
 
@@ -13,6 +12,7 @@ import torch
 from kvgraph.errors import MissingDependencyError
 from kvgraph.kernels.launch import LaunchPlan
 from kvgraph.kernels.variants import Variant
+from kvgraph.runtime.folder import ArtifactFolder
 from kvgraph.runtime.sessions import nccl
 from kvgraph.runtime.sessions.cubins import Cubins
 from kvgraph.runtime.sessions.launches import Operands
@@ -20,20 +20,20 @@ from kvgraph.runtime.sessions.uncollected import uncollected
 
 
 class CudaGpu:
-    """GPU `ordinal` with the kernels of an artifact's folder, on torch's current stream.
+    """The GPU of the rank's index with the kernels of an artifact, on torch's current stream.
 
-    `ranks`: of the artifact; with several, waits include the ranks' collectives.
+    With several ranks, waits include the ranks' collectives.
     """
 
-    def __init__(self, folder: Path, ordinal: int = 0, ranks: int = 1) -> None:
+    def __init__(self, artifact: ArtifactFolder) -> None:
         if not torch.cuda.is_available():
             raise MissingDependencyError(
                 f"torch: expected a build with CUDA that sees this machine's GPU, got "
                 f"{torch.__version__}; pip install torch"
             )
-        self.device, self._ranks = torch.device("cuda", ordinal), ranks
+        self.device, self._ranks = torch.device("cuda", artifact.rank), artifact.ranks
         torch.zeros(1, device=self.device)  # creates the context that cubins are loaded into
-        self._cubins = Cubins(folder / "kernels", ordinal)
+        self._cubins = Cubins(artifact.folder, artifact.manifest.files, artifact.rank)
         self.arch, self.multiprocessors = self._cubins.arch, self._cubins.multiprocessors
         self._pool: Any = None
         self._graphs: WeakSet[torch.cuda.CUDAGraph] = WeakSet()  # graphs that use `_pool`
