@@ -6,6 +6,9 @@ WEIGHTS_NAME = "weights.safetensors"
 ONNX_NAME, PROGRAM_NAME, ENGINE_NAME = "model.onnx", "model.pt2", "model.engine"
 """Names of the model: the graph of ONNX, the program of torch, the engine of TensorRT."""
 
+WEIGHTS_TABLE = "model/kvgraph/weights.json"
+"""Name of an entry of `model.pt2`: the dtype and shape of each tensor of the weights by name."""
+
 KERNELS_NAME = "kernels.json"
 """Name of the file next to the cubins of one architecture: how each kernel is launched."""
 

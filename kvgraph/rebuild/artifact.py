@@ -30,7 +30,6 @@ from kvgraph.compiler.targets.tensorrt.engine import (
 from kvgraph.contract.devices import PORTABLE, Target
 from kvgraph.contract.file_names import ENGINE_NAME, PLUGINS_NAME
 from kvgraph.contract.files import as_path, reading
-from kvgraph.contract.hashes import verify_files
 from kvgraph.contract.manifest import (
     MANIFEST_NAME,
     EngineInfo,
@@ -40,6 +39,7 @@ from kvgraph.contract.manifest import (
 )
 from kvgraph.errors import ArtifactError, BindingError, MissingDependencyError, UnsupportedError
 from kvgraph.progress import Progress
+from kvgraph.runtime.artifact import verify
 
 TOOLS = ("torch", "onnx", "onnx-ir")
 """Distributions that `kvgraph.compiler.targets.tensorrt.lower` imports."""
@@ -79,7 +79,7 @@ def rebuild(
     version = _torch_version() if by_torch else trt_engine.require_module(module)
     archs = _archs(module, target, manifest)
     progress("hashing")
-    verify_files(folder, manifest.files)
+    verify(folder)
     with staging(out, force=force) as made:
         _copy(folder, made, manifest)
         _provide_kernels(made, archs, manifest.dtype, progress)

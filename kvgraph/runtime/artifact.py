@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from kvgraph.contract.backends import OURS, find_backend
-from kvgraph.contract.file_names import ONNX_NAME, WEIGHTS_NAME
+from kvgraph.contract.file_names import ONNX_NAME, PROGRAM_NAME, WEIGHTS_NAME
 from kvgraph.contract.files import as_path
 from kvgraph.contract.manifest import MANIFEST_NAME, Binding, read_manifest
 from kvgraph.contract.params import KVCacheParams, KVCacheStrategy
@@ -23,6 +23,7 @@ from kvgraph.runtime.folder import ArtifactFolder, state_of
 from kvgraph.runtime.intact import require_intact
 from kvgraph.runtime.machine import require_machine, require_threads
 from kvgraph.runtime.ranks.launched import Launched, launched
+from kvgraph.runtime.sessions.weights import require_weights
 from kvgraph.signal_handlers import reraise_if_signalled
 
 if TYPE_CHECKING:
@@ -236,7 +237,7 @@ def read(folder: str | Path, *, verify: bool | None = None) -> Artifact:
 
 def verify(folder: str | Path) -> Artifact:
     """Read an artifact that may be for another machine, and check its manifest and all its files,
-    and that `model.onnx` points to the tensors of `weights.safetensors`.
+    and that `weights.safetensors` has the tensors of `model.onnx` or `model.pt2`.
 
     No session is opened, and the target is not checked. ArtifactError as in `load`.
     """
@@ -244,7 +245,8 @@ def verify(folder: str | Path) -> Artifact:
     artifact = Artifact(folder, read_manifest(folder))
     artifact.require_consistent()
     require_intact(folder, artifact.manifest, again=True)
-    if {ONNX_NAME, WEIGHTS_NAME} <= set(artifact.manifest.files):
-        for rank in range(artifact.ranks):
-            require_places(replace(artifact, rank=rank))
+    for model, require in ((ONNX_NAME, require_places), (PROGRAM_NAME, require_weights)):
+        if {model, WEIGHTS_NAME} <= set(artifact.manifest.files):
+            for rank in range(artifact.ranks):
+                require(replace(artifact, rank=rank))
     return artifact

@@ -1,8 +1,9 @@
 """Check that the weights which a `model.onnx` points to are where it says.
 
-ONNX Runtime reads them by place. So if another program writes `weights.safetensors` again, with
-other places, it would read other bytes without an error. The model is read as the wire format of
-protobuf, because deployment does not have the package onnx.
+ONNX Runtime, the reference evaluator and TensorRT's parser read them by place. So if another
+program writes `weights.safetensors` again, with other places, they would read other bytes without
+an error. The model is read as the wire format of protobuf, because deployment does not have the
+package onnx.
 """
 
 from __future__ import annotations

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from kvgraph.contract.manifest import read_manifest, write_manifest
 from kvgraph.errors import (
@@ -31,6 +32,7 @@ from kvgraph.ops import cuda_native
 from kvgraph.rebuild import rebuild
 from kvgraph.runtime.artifact import verify
 from tests.support import command_line
+from tests.support.artifacts import rehash
 from tests.support.other_machine import other_machine
 
 pytest.importorskip("tensorrt_rtx", reason="engines are built by TensorRT-RTX")
@@ -176,6 +178,19 @@ def test_what_is_no_artifact_for_it(artifact: Path, compiled: Compiled, tmp_path
     with pytest.raises(UnsupportedError, match=r"target: expected some of .*, got 'sm_90'$"):
         rebuild(artifact, tmp_path / "out", target="cuda:sm_90")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_weights_at_other_places_than_the_graph_says(artifact: Path, tmp_path: Path) -> None:
+    """With hashes that fit. An engine would hold other bytes without an error."""
+    moved = Path(shutil.copytree(artifact, tmp_path / "moved"))
+    weights = moved / "weights.safetensors"
+    save_file(load_file(weights), weights, {"note": "x" * 999})
+    rehash(moved)
+    with pytest.raises(
+        ArtifactError, match=r"expected \d+ bytes from byte \d+, as model.onnx says"
+    ):
+        rebuild(moved, tmp_path / "out", target="cuda:sm_89")
+    assert list(tmp_path.iterdir()) == [moved]
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,7 @@ from kvgraph.compiler.passes.fuse_update_and_attend import (
 from kvgraph.compiler.passes.lists import PASSES, run_passes
 from kvgraph.compiler.targets import Lowered, write_build_log
 from kvgraph.compiler.targets.torch import count_ops
-from kvgraph.compiler.targets.weights import save_weights
+from kvgraph.compiler.targets.weights import add_table, save_weights
 from kvgraph.compiler.traced import Traced
 from kvgraph.contract.file_names import BUILD_LOG_NAME, KERNELS_NAME, PROGRAM_NAME
 from kvgraph.kernels import aot
@@ -183,6 +183,7 @@ def save_program(traced: Traced, folder: Path, progress: Callable[[str], None]) 
     program.graph_module.recompile()
     with lowering():
         torch.export.save(program, folder / PROGRAM_NAME)
+    add_table(program, folder / PROGRAM_NAME)
 
 
 def _forget_sources(graph: Graph) -> None:

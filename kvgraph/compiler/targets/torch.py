@@ -27,7 +27,7 @@ from torch.export.graph_signature import InputKind
 from kvgraph.compiler.export import lowering
 from kvgraph.compiler.passes.lists import PASSES, run_passes
 from kvgraph.compiler.targets import Lowered
-from kvgraph.compiler.targets.weights import dense_in_place, save_weights
+from kvgraph.compiler.targets.weights import add_table, dense_in_place, save_weights
 from kvgraph.compiler.traced import Traced
 from kvgraph.contract.file_names import PROGRAM_NAME
 from kvgraph.contract.files import NO_ROOM
@@ -59,6 +59,7 @@ def lower(
     _bind_late(program)
     save_weights(program, folder)
     _package(program, folder / PROGRAM_NAME)
+    add_table(program, folder / PROGRAM_NAME)
     return Lowered(
         ops=ops,
         passes=traced.passes,

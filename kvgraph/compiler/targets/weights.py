@@ -9,6 +9,7 @@ groups tensors are sorted by dtype and name.
 from __future__ import annotations
 
 import json
+import zipfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from itertools import chain
@@ -21,7 +22,8 @@ from torch.export import ExportedProgram
 
 from kvgraph.compiler.weights import Weights
 from kvgraph.contract.dtypes import ALL
-from kvgraph.contract.file_names import WEIGHTS_NAME
+from kvgraph.contract.file_names import WEIGHTS_NAME, WEIGHTS_TABLE
+from kvgraph.contract.plain import to_json
 from kvgraph.progress import task
 
 STORED_DTYPES = {
@@ -49,6 +51,19 @@ def save_weights(program: ExportedProgram, folder: Path, weights: Weights | None
         else:
             aliases[name] = owner
     write_safetensors(folder / WEIGHTS_NAME, tensors, aliases, weights)
+
+
+def add_table(program: ExportedProgram, package: Path) -> None:
+    """Append a table of the tensors that `save_weights` writes to the archive `package`.
+
+    A session and `kvgraph verify` compare the weights' header with it: an AOTInductor package does
+    not tell shapes.
+    """
+    table = {n: [STORED_DTYPES[t.dtype], list(t.shape)] for n, t in _state(program).items()}
+    with zipfile.ZipFile(package, "a") as archive:
+        archive.writestr(
+            zipfile.ZipInfo(WEIGHTS_TABLE, (1980, 1, 1, 0, 0, 0)), to_json(table, sort=True)
+        )
 
 
 def _is_elsewhere(tensor: torch.Tensor) -> bool:

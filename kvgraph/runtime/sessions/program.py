@@ -13,6 +13,7 @@ from torch import nn
 from torch.export.passes import move_to_device_pass
 
 from kvgraph.contract.dims import TensorType
+from kvgraph.contract.dtypes import DTYPES
 from kvgraph.contract.file_names import PROGRAM_NAME
 from kvgraph.contract.params import KVCacheParams
 from kvgraph.errors import ArtifactError
@@ -21,7 +22,7 @@ from kvgraph.runtime.sessions.launches import Gpu, Shared, launches_of
 from kvgraph.runtime.sessions.opening import opening, require_type
 from kvgraph.runtime.sessions.pickles import require_no_pickles
 from kvgraph.runtime.sessions.views import join_views
-from kvgraph.runtime.sessions.weights import read_weights
+from kvgraph.runtime.sessions.weights import Stored, read_weights
 
 READ_BY_VIEWS = (
     torch.ops.aten.sym_size.int,
@@ -63,13 +64,19 @@ def _bind_weights(
 ) -> None:
     """Bind the weights before the program is moved, so that none is copied or held twice."""
     named = program.state_dict
-    weights = read_weights(artifact, named, str(device))
+    expected = {name: _stored(placeholder) for name, placeholder in named.items()}
+    weights = read_weights(artifact, expected, str(device))
     program._state_dict = {
         name: nn.Parameter(weights[name], requires_grad=False)
         if isinstance(placeholder, nn.Parameter)
         else weights[name]
         for name, placeholder in named.items()
     }
+
+
+def _stored(placeholder: torch.Tensor) -> Stored:
+    dtype = DTYPES[str(placeholder.dtype).removeprefix("torch.")]
+    return dtype.safetensors, tuple(placeholder.shape)
 
 
 def _load(path: Path) -> torch.export.ExportedProgram:

@@ -32,7 +32,7 @@ from kvgraph.runtime.folder import ArtifactFolder
 from kvgraph.runtime.machine import quota_threads
 from kvgraph.runtime.sessions.base import Session
 from kvgraph.runtime.sessions.opening import opening
-from kvgraph.runtime.sessions.weights import read_weights
+from kvgraph.runtime.sessions.weights import read_table, read_weights
 from kvgraph.signal_handlers import reraise_if_signalled
 
 OF_LIMITS = (errno.EMFILE, errno.ENFILE, errno.EFBIG, errno.ENOMEM)
@@ -61,7 +61,9 @@ class TorchSession(Session):
         with opening(path, f"torch {torch.__version__}"):
             with _unpacked(path) as folder:
                 runner = torch._C._aoti.AOTIModelPackageLoader(folder, "model", False, 1, -1)
-            weights = read_weights(artifact, runner.get_constant_fqns())
+            table = read_table(artifact)
+            expected = {name: table.get(name) for name in runner.get_constant_fqns()}
+            weights = read_weights(artifact, expected)
             runner.load_constants(weights, False, True, True)  # user-managed memory
         self._weights = weights
         self._runners = [runner]
