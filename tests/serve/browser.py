@@ -8,6 +8,7 @@ import fcntl
 import json
 import os
 import shutil
+import signal
 import subprocess
 import tempfile
 from base64 import b64decode
@@ -44,6 +45,8 @@ class Browser:
             ["bash", "-c", script, "-", COMMAND, *OPTIONS, f"--user-data-dir={self._profile.name}"],
             pass_fds=kept,
             stderr=subprocess.DEVNULL,
+            start_new_session=True,
+            env={**os.environ, "TMPDIR": self._profile.name},
         )
         for fd in (*kept, theirs[0], mine[1]):
             os.close(fd)
@@ -64,9 +67,11 @@ class Browser:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._process.kill()
+        os.killpg(self._process.pid, signal.SIGKILL)  # its renderers write files too
         self._process.wait()
         self._to.close()
+        while self._from.read(1 << 16):  # until all of them have ended
+            pass
         self._from.close()
         self._profile.cleanup()
 
