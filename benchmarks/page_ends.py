@@ -47,14 +47,14 @@ def decode(artifact: Path, *, ahead: bool) -> tuple[np.ndarray, list[int], int]:
 def main() -> None:
     with contextlib.ExitStack() as stack:
         folder = Path(sys.argv[1]) if len(sys.argv) > 1 else stack.enter_context(built())
-        told = []
+        all_tokens = []
         for ahead in (False, True, False, True):
             times, tokens, page = decode(folder, ahead=ahead)
-            told.append(tokens)
+            all_tokens.append(tokens)
             name = "touched ahead" if ahead else "baseline: touched in the step"
             median, high, most = np.percentile(times, (50, 99, 100))
             print(f"{name:30} median {median:6.1f} ms   99 % {high:6.1f}   most {most:6.1f}")
-        assert all(tokens == told[0] for tokens in told)
+        assert all(tokens == all_tokens[0] for tokens in all_tokens)
         fresh = np.zeros(ROWS * page, np.uint8)
         start = time.perf_counter()
         fresh[::4096] = 1

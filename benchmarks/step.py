@@ -135,7 +135,7 @@ def measure(
 
 
 def without_touch(engine: kvgraph.Engine) -> None:
-    """The kernels touch the memory of new pages, where nothing else did."""
+    """Switch off the touch ahead of time: the kernels touch the memory of new pages."""
     for replica in engine.kv._replicas:  # type: ignore[attr-defined]
         for leaf in replica.leaves:
             for shard in leaf.shards:

@@ -114,8 +114,9 @@ def staging(out: Path, *, force: bool) -> Iterator[Path]:
             _follow_umask(made)
             _replace(out, folder, require_free(out, force=force))
         except KVGraphError as error:
-            said = (a.replace(str(made), str(out)) if isinstance(a, str) else a for a in error.args)
-            error.args = tuple(said)
+            for name in (str(made), os.path.realpath(made)):
+                said = (a.replace(name, str(out)) if isinstance(a, str) else a for a in error.args)
+                error.args = tuple(said)
             raise
         finally:
             _settle(folder, out)

@@ -125,7 +125,8 @@ def read_arch(folder: Path, arch: str) -> list[StoredKernel]:
 
 
 def _stored(folder: Path, entry: KernelEntry) -> StoredKernel:
-    file, again = folder / entry.file, "of another; compile it again"
+    file = folder / entry.file
+    ours = f"{file}: expected a kernel of this version of kvgraph"
     if entry.ptx is None:
         raise ArtifactError(
             f"{file}: expected its PTX beside it, got an artifact from before artifacts had it; "
@@ -144,19 +145,14 @@ def _stored(folder: Path, entry: KernelEntry) -> StoredKernel:
             frozenset(entry.absent),
         )
     except KeyError as error:
-        raise ArtifactError(
-            f"{file}: expected a kernel of this version of kvgraph, got one with {error} {again}"
-        ) from error
+        raise ArtifactError(f"{ours}, got one with {error}; compile it again") from error
     parameters = [[each.name, each.type] for each in variant.parameters]
     made = (f"{variant.name}.cubin", f"{variant.name}.ptx.gz", parameters)
     if made != (entry.file, entry.ptx, entry.parameters):
-        raise ArtifactError(
-            f"{file}: expected a kernel of this version of kvgraph ({variant.name}), got one "
-            f"{again}"
-        )
+        raise ArtifactError(f"{ours} ({variant.name}), got one of another; compile it again")
     if not 0 <= entry.shared <= most:
         raise ArtifactError(
-            f"{file}: expected at most {most} bytes of shared memory on {entry.arch}, got "
+            f"{file}: expected 0 to {most} bytes of shared memory on {entry.arch}, got "
             f"{entry.shared}"
         )
     return StoredKernel(variant, entry.arch, entry.entry, entry.shared, folder / entry.ptx)

@@ -34,7 +34,7 @@ from kvgraph.runtime.request_threads import RequestThreads
 from kvgraph.runtime.sampling import SamplingParams, Token
 from kvgraph.runtime.scheduler import Request
 from kvgraph.runtime.text import Completion, completion_of
-from kvgraph.runtime.token_stream import ENDED, TokenStream, failed
+from kvgraph.runtime.token_stream import ENDED, STOPPED, TokenStream, failed
 
 T = TypeVar("T")
 
@@ -229,8 +229,7 @@ class AsyncEngine(NotCopyable):
 
     def _require_running(self, call: str) -> None:
         if self._thread is None or self._is_closed or self._is_stopped:
-            said = f"AsyncEngine.{call}: expected a running engine, got a stopped one"
-            raise RequestError(said + self._why())
+            raise RequestError(f"AsyncEngine.{call}: {STOPPED}{self._why()}")
         if self._process != os.getpid():
             raise RequestError(
                 f"AsyncEngine.{call}: expected the process of `start`, got a fork of it"

@@ -130,18 +130,21 @@ class Chats(Prompts, ABC):
         """Generate the answer to a chat; for its pieces, `stream(apply_chat_template(messages))`.
 
         `tool_choice`: in OpenAI's form. "required", or one function, guides the text to be a call
-        of one of `tools`, with arguments that fit its schema. "auto" (the default with tools)
-        leaves the text free. "none" shows the model no tools. `tool_calls` of the completion has
-        the call that the text is.
+        of one of `tools`, with arguments that fit its schema. "auto" leaves the text free. "none"
+        shows the model no tools. None: as "auto", and `tools` may have any form that the template
+        takes. If the text is a call, `tool_calls` of the completion has it.
         The other keywords and errors are those of `apply_chat_template`; errors of `submit` are
-        possible too. RequestError for a choice that no tool fits, for a forced call next to a
-        grammar in `sampling`, and for a tool's schema that llguidance rejects.
+        possible too. With a `tool_choice`, RequestError for tools that are not functions of
+        different names, and for a choice that no tool fits; with a forced call also for a grammar
+        in `sampling`, and for a schema that is above the limits or that llguidance rejects.
         """
         if sampling is not None:
             require_single(sampling)
-        tools = _tools_of(fields.get("tools"), tool_choice)
+        if (given := fields.get("tools")) is not None:
+            fields["tools"] = given = plain_tools(given)
+        tools = _tools_of(given or [], tool_choice)
         if tool_choice == "none":
-            fields = {**fields, "tools": None}
+            fields["tools"] = None
         prompt = self.apply_chat_template(messages, **fields)
         if not tools.forces_call:
             done = self.generate([prompt], sampling)[0]
@@ -156,25 +159,37 @@ class Chats(Prompts, ABC):
             raise RequestError(
                 f"{given[0]}: expected none next to a tool_choice that forces a call, got one"
             )
+        parts = tuple([(place, schema_text(place, schema)) for place, schema in tools.parts])
         try:
             return self.generate([prompt], replace(sampling, guided_json=tools.schema()))[0]
         except RequestError as error:
-            if NOT_TAKEN not in str(error):
+            found = refused_part(parts) if NOT_TAKEN in str(error) else None
+            place, reason = found or ("tools", error)
+            _, field, said = str(reason).rpartition("guided_json: ")
+            if not field:
                 raise
-            parts = [(place, schema_text(place, schema)) for place, schema in tools.parts]
-            place, reason = refused_part(tuple(parts)) or ("tools", error)
-            got = str(reason).partition(f"{NOT_TAKEN}, ")[2]
-            raise RequestError(f"{place}: {NOT_TAKEN}, {got}") from error
+            raise RequestError(f"{place}: {said}") from error
 
 
-def _tools_of(
-    given: Sequence[Mapping[str, Any]] | None, choice: str | Mapping[str, Any] | None
-) -> Tools:
-    """The functions of a chat. Templates also take schemas of functions without their type."""
-    functions: list[JsonObject] = [
-        tool if "function" in tool else {"type": "function", "function": tool}
-        for tool in (() if given is None else plain_tools(given))
-    ]
+def _tools_of(given: list[JsonObject], choice: str | Mapping[str, Any] | None) -> Tools:
+    """The functions of a chat, which may lack the object around them that has their type.
+
+    Without a choice, tools that cannot be called are only shown to the model.
+    """
     if isinstance(choice, Mapping):
         choice = plain_object("tool_choice", choice)
-    return Tools(functions, choice)
+    functions = [
+        {"type": "function", "function": tool} if _is_bare_function(tool) else tool
+        for tool in given
+    ]
+    try:
+        return Tools(functions, choice)
+    except RequestError:
+        if choice is not None:
+            raise
+        return Tools([])
+
+
+def _is_bare_function(tool: JsonObject) -> bool:
+    is_function = tool.get("type", "function") == "function"
+    return is_function and "function" not in tool and isinstance(tool.get("name"), str)

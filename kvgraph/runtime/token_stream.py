@@ -8,6 +8,7 @@ from collections.abc import Callable
 from kvgraph.runtime.sampling import NO_TOKEN, Token
 from kvgraph.runtime.stats import RequestStats
 
+STOPPED = "expected a running engine, got a stopped one"
 ENDED = "the engine's thread has ended"
 """First words of the error of a request whose engine has ended; the reason follows."""
 

@@ -141,7 +141,8 @@ class Tools:
             required = {"required": ["name", "arguments"], "additionalProperties": False}
             texts.append({"type": "object", "properties": fields, **required})
         named = [("tools", schema) for schema in own]
-        if asked is not None and self._format_field is not None:
+        if asked is not None:
+            assert self._format_field is not None
             texts.append(_resource(self._format_field, asked, len(own)))
             named.append((self._format_field, texts[-1]))
         _require_own_names(named)

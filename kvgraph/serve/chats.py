@@ -34,7 +34,7 @@ from kvgraph.serve.jobs import (
 from kvgraph.serve.protocol import ChatRequest
 from kvgraph.serve.sampling import refusal, sampling_of
 from kvgraph.serve.service import Served, Service
-from kvgraph.serve.shapes import Shape, naming_places, refused
+from kvgraph.serve.shapes import Shape, as_serve_errors, refused
 
 OBJECT = "chat.completion"
 MOST_TOOLS = 128
@@ -85,18 +85,18 @@ async def chat_job(service: Service, given: ChatRequest) -> Job:
 
 def tools_of(given: ChatRequest) -> Tools:
     """The functions that the request may call; ServeError if they are invalid."""
+    tools = given.tools or []
+    if len(tools) > MOST_TOOLS and given.tool_choice != "none":
+        raise refused("tools", f"at most {MOST_TOOLS} functions", str(len(tools)))
     field = None if given.schema() is None else given.format_field
-    with naming_places():
-        tools = Tools(given.tools or [], given.tool_choice, field)
-    if len(given.tools or []) > MOST_TOOLS:
-        raise refused("tools", f"at most {MOST_TOOLS} functions", str(len(given.tools or [])))
-    return tools
+    with as_serve_errors():
+        return Tools(tools, given.tool_choice, field)
 
 
 def _shape(given: ChatRequest, tools: Tools) -> Shape | None:
     """The grammar of the output. A forced call has no response format, which is for text only."""
     asked, field = None if tools.forces_call else given.schema_as_read(), given.format_field
-    with naming_places():
+    with as_serve_errors():
         if tools.forces_call:
             return Shape("tools", tools.schema(), parts=tools.parts)
         if asked is None or not tools:

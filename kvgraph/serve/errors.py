@@ -6,7 +6,7 @@ import re
 
 import msgspec
 
-from kvgraph.runtime.token_stream import ENDED
+from kvgraph.runtime.token_stream import ENDED, STOPPED
 
 
 class ServeError(Exception):
@@ -85,7 +85,8 @@ ESCAPED = {code: chr(code).encode("unicode_escape").decode() for code in (*range
 def for_client(sentence: str) -> str:
     """An engine's error message without its request id, and without the reason why the engine
     ended, which may name the server's files: the command prints it."""
-    return re.sub(f"^request '[^']*': |(?<={ENDED}): .*", "", sentence, flags=re.DOTALL)
+    why = f"(?<={ENDED}): .*|(?<={STOPPED}): .*"
+    return re.sub(f"^request '[^']*': |{why}", "", sentence, flags=re.DOTALL)
 
 
 def error_body(

@@ -18,7 +18,7 @@ from kvgraph.runtime.arguments import MOST_BIASES
 from kvgraph.runtime.sampling_params import MOST_STOP_IDS, MOST_STOPS
 from kvgraph.runtime.schemas import schema_as_read
 from kvgraph.serve.errors import ServeError
-from kvgraph.serve.shapes import StructuredOutputs, naming_places, refused, schema_of_format
+from kvgraph.serve.shapes import StructuredOutputs, as_serve_errors, refused, schema_of_format
 
 Ignored: TypeAlias = object
 Count = Annotated[int, Meta(ge=0, lt=2**31)]
@@ -135,7 +135,7 @@ class Formatted(Sampled, forbid_unknown_fields=True, kw_only=True):
             return None
         named = (self.response_format or {}).get("json_schema")
         is_strict = named.get("strict") if isinstance(named, dict) else None
-        with naming_places():
+        with as_serve_errors():
             return schema_as_read(self.format_field, asked, is_exact=is_strict is True)
 
 

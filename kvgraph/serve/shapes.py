@@ -109,7 +109,7 @@ FORMATS = {
 
 
 @contextmanager
-def naming_places() -> Iterator[None]:
+def as_serve_errors() -> Iterator[None]:
     """Convert a RequestError that starts with a place in the request to a ServeError."""
     try:
         yield

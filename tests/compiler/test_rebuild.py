@@ -211,7 +211,7 @@ def test_profiles_that_fit_no_engine(
     kind: type[Exception],
     sentence: str,
 ) -> None:
-    """The error names a file that the user knows."""
+    """The error does not name the hidden folder."""
     given, manifest = tmp_path / "given", read_manifest(artifact)
     shutil.copytree(artifact, given)
     assert manifest.engine is not None

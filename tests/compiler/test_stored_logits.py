@@ -21,7 +21,15 @@ from tests.compiler import test_gguf_architectures
 from tests.compiler.conftest import EXPERTS
 from tests.support import gguf_files, quantized
 from tests.support.models import make_model, randomize_vectors
-from tests.support.rounded_products import GROUPS, INTO_INT8, PLAIN, ROWS, Kept, Reference, apart
+from tests.support.rounded_products import (
+    GROUPS,
+    INTO_INT8,
+    PLAIN,
+    ROWS,
+    Reference,
+    Roundings,
+    apart,
+)
 
 RANDOM = np.random.default_rng(1)
 PROMPTS = [RANDOM.integers(3, 160, 1 + i % 4).astype(np.int32) for i in range(16)]
@@ -32,7 +40,7 @@ MOST, TYPICAL = 1e-3, 1e-5
 """Differences over the spread of a token's logits: of any token, and of half of them."""
 
 
-def require_equal_logits(out: Path, meant: Path, kept: Callable[[str], Kept | None]) -> None:
+def require_equal_logits(out: Path, meant: Path, kept: Callable[[str], Roundings | None]) -> None:
     found = run_artifact(out, PROMPTS, CHUNK)
     reference = Reference(meant, kept)
     errors = np.concatenate(
@@ -55,10 +63,12 @@ def require_tokens_apart(out: Path) -> None:
     assert together == alone
 
 
-def by_name(linear: Kept, experts: Kept, head: Kept) -> Callable[[str], Kept | None]:
+def by_name(
+    linear: Roundings, experts: Roundings, head: Roundings
+) -> Callable[[str], Roundings | None]:
     """Routers are in float32."""
 
-    def kept(name: str) -> Kept | None:
+    def kept(name: str) -> Roundings | None:
         if ".experts." in name:
             return None if name.endswith("bias") else experts
         if name == "lm_head.weight":
@@ -106,7 +116,7 @@ CASES = [
 def test_logits_are_those_of_the_numbers_and_tokens_do_not_depend_on_the_batch(
     architecture: str,
     form: str,
-    kept: Kept,
+    kept: Roundings,
     random_plain: Callable[[str], Path],
     tmp_path: Path,
 ) -> None:
@@ -129,7 +139,7 @@ GGUF = [
 
 @pytest.mark.parametrize(("name", "kind", "experts", "linear", "of_experts"), GGUF)
 def test_logits_of_gguf_are_those_of_the_numbers_that_the_package_reads(
-    name: str, kind: str, experts: str, linear: Kept, of_experts: Kept, tmp_path: Path
+    name: str, kind: str, experts: str, linear: Roundings, of_experts: Roundings, tmp_path: Path
 ) -> None:
     """The head is stored like linear layers."""
     model, path = test_gguf_architectures.make(name, tmp_path, kind, experts=experts)

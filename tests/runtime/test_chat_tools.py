@@ -110,6 +110,15 @@ def test_a_function_without_its_type_is_taken(engine: Engine) -> None:
 
 
 @pytest.mark.parametrize(
+    "tools", [[{"type": "web_search"}], [WEATHER, WEATHER], [{"name": "f", "parameters": 5}]]
+)
+def test_without_a_choice_tools_are_only_shown(engine: Engine, tools: Any) -> None:
+    done = engine.chat(CHAT, greedy(4), tools=iter(tools))
+    assert done.prompt_tokens == len(engine.apply_chat_template(CHAT, tools=tools))
+    assert done.tool_calls == ()
+
+
+@pytest.mark.parametrize(
     ("fields", "sentence"),
     [
         ({"tool_choice": "required"}, "tool_choice: expected tools next to 'required', got none"),
@@ -127,8 +136,30 @@ def test_a_function_without_its_type_is_taken(engine: Engine) -> None:
             {"tools": [WEATHER], "tool_choice": {"type": {1}}},
             "tool_choice: expected values of JSON, got another",
         ),
-        ({"tools": [WEATHER, WEATHER]}, "tools: expected functions of different names, got 'weat"),
-        ({"tools": [{"type": "function"}]}, "tools: expected functions with a name, got {'type': "),
+        (
+            {"tools": [WEATHER, WEATHER], "tool_choice": "auto"},
+            "tools: expected functions of different names, got 'weather' twice",
+        ),
+        (
+            {"tools": [{"type": "web_search"}], "tool_choice": "auto"},
+            "tools: expected functions with a name, got {'type': 'web_search'}",
+        ),
+        (
+            {
+                "tools": [{"name": f"f{at}", "parameters": PARAMETERS} for at in range(600)],
+                "tool_choice": "required",
+            },
+            "tools: expected ",
+        ),
+        (
+            {
+                "tools": [
+                    {"name": "f", "parameters": {"properties": {"a": {"multipleOf": 99999}}}}
+                ],
+                "tool_choice": "required",
+            },
+            "tools[0] 'f': expected",
+        ),
         ({"tools": 5}, "tools: expected "),
         (
             {

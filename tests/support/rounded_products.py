@@ -40,24 +40,24 @@ def to_int8(x: torch.Tensor) -> torch.Tensor:
     return (x / scale.clamp(min=1e-30)).round() * scale
 
 
-class Kept(NamedTuple):
+class Roundings(NamedTuple):
     """What a product makes of its weight (None: keeps it) and of its input."""
 
     weight: Rounding | None
     x: Rounding
 
 
-PLAIN = Kept(to_bfloat16, to_bfloat16)
-GROUPS = Kept(None, to_bfloat16)
-ROWS = Kept(None, to_int8)
-INTO_INT8 = Kept(to_int8, to_int8)
+PLAIN = Roundings(to_bfloat16, to_bfloat16)
+GROUPS = Roundings(None, to_bfloat16)
+ROWS = Roundings(None, to_int8)
+INTO_INT8 = Roundings(to_int8, to_int8)
 
 
 class Reference:
     """A checkpoint in float32. `kept`: of a parameter by its name; None: nothing is rounded. The
     table of tokens is in bfloat16."""
 
-    def __init__(self, folder: Path, kept: Callable[[str], Kept | None]) -> None:
+    def __init__(self, folder: Path, kept: Callable[[str], Roundings | None]) -> None:
         self._model: Any = AutoModelForCausalLM.from_pretrained(
             folder,
             dtype=torch.float32,
@@ -79,14 +79,14 @@ class Reference:
         """Logits `[tokens, vocab]`. Numbers in the middle of two are rounded as it takes to be
         within `enough` of `found`, if they can be."""
         others: frozenset[Place] = frozenset()
-        logits, middles = self._run(tokens, others)
+        logits, ties = self._run(tokens, others)
         while (far := apart(found, logits) > enough).any():
             end = int(np.argmax(far)) + 1  # tokens behind the first may be far because of it
-            size, changed = self._nearer(tokens, found[:end], others, middles)
+            size, changed = self._nearer(tokens, found[:end], others, ties)
             if size >= np.linalg.norm(found[:end] - logits[:end]):
                 break
             others = changed
-            logits, middles = self._run(tokens, others)
+            logits, ties = self._run(tokens, others)
         return logits
 
     def _nearer(
@@ -94,12 +94,12 @@ class Reference:
         tokens: Sequence[int],
         found: Logits,
         others: frozenset[Place],
-        middles: Sequence[Place],
+        ties: Sequence[Place],
     ) -> tuple[float, frozenset[Place]]:
         """`others`, changed in the place that brings the first logits nearest to `found`, or in one
         that makes them the same. Also their distance then."""
         best = math.inf, others
-        for place in middles:
+        for place in ties:
             changed = others ^ {place}
             size = float(np.linalg.norm(found - self._run(tokens, changed)[0][: len(found)]))
             best = min(best, (size, changed), key=lambda each: each[0])
@@ -112,7 +112,7 @@ class Reference:
     ) -> tuple[Logits, Sequence[Place]]:
         with torch.no_grad(), _Products(self._x_of, others) as products:
             logits = self._model(torch.tensor([tokens]), use_cache=False).logits[0].numpy()
-        return logits, [place for _, place in sorted(products.middles)]
+        return logits, [place for _, place in sorted(products.ties)]
 
 
 def apart(found: Logits, expected: Logits) -> npt.NDArray[np.float32]:
@@ -123,14 +123,14 @@ def apart(found: Logits, expected: Logits) -> npt.NDArray[np.float32]:
 
 class _Products(TorchFunctionMode):
     """Rounds inputs of products with the weights in these storages; at `others` to the number that
-    is not the nearest. `middles`: places whose two numbers are equally near, each behind the
+    is not the nearest. `ties`: places whose two numbers are equally near, each behind the
     difference of these distances."""
 
     def __init__(self, x_of: Mapping[int, Rounding], others: Collection[Place]) -> None:
         super().__init__()
         self._x_of, self._others, self._count = x_of, others, 0
         self._last: tuple[object, torch.Tensor | None] = None, None
-        self.middles: list[tuple[float, Place]] = []
+        self.ties: list[tuple[float, Place]] = []
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
@@ -149,7 +149,7 @@ class _Products(TorchFunctionMode):
         share = (nearer / x.abs().amax(-1, keepdim=True)).abs()
         share = share.masked_fill(other == nearest, math.inf).flatten()
         for number in (share < MIDDLE).nonzero()[:, 0].tolist():
-            self.middles.append((float(share[number]), (self._count, number)))
+            self.ties.append((float(share[number]), (self._count, number)))
         chosen = nearest.clone()
         for count, number in self._others:
             if count == self._count:

@@ -9,6 +9,7 @@ instead of 35.
 from __future__ import annotations
 
 import ctypes
+import mmap
 import sys
 
 import numpy as np
@@ -22,7 +23,7 @@ POPULATE_WRITE = 23
 HUGE = 2 << 20
 """Bytes of a huge page, which NumPy asks for in large arrays."""
 
-SMALL = 4096
+SMALL = mmap.PAGESIZE
 """Bytes of a page of the system."""
 
 AS_FAST = 2
@@ -36,8 +37,9 @@ if _madvise is not None:
 class FirstTouch:
     """The memory of `kv_blocks`, whose pages a new pool gives in their order.
 
-    `touched`: bytes at the start that need no touch. `end`: the size in bytes; 0 if the system
-    cannot touch memory without a write.
+    `touched`: bytes at the start that were touched, or are before a page that a request took.
+    `end`: the size in bytes without the null page, which is the last; 0 if the system cannot touch
+    memory without a write.
     """
 
     __slots__ = ("_address", "_memory", "_page", "_row", "end", "touched")
@@ -47,7 +49,7 @@ class FirstTouch:
         self._address = memory.ctypes.data
         self._page = memory.nbytes // max(1, memory.shape[0])
         self._row = ceildiv(self._page, page_size)
-        self.end = 0 if _madvise is None else memory.nbytes
+        self.end = 0 if _madvise is None else memory.nbytes - self._page
         self.touched = 0
 
     def step(self, page: int, rows: int) -> None:

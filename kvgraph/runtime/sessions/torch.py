@@ -12,7 +12,7 @@ from __future__ import annotations
 import errno
 import weakref
 import zipfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -32,11 +32,24 @@ from kvgraph.runtime.folder import ArtifactFolder
 from kvgraph.runtime.machine import quota_threads
 from kvgraph.runtime.sessions.base import Session
 from kvgraph.runtime.sessions.opening import opening
-from kvgraph.runtime.sessions.weights import read_table, read_weights
+from kvgraph.runtime.sessions.weights import Stored, read_table, read_weights
 from kvgraph.signal_handlers import reraise_if_signalled
 
 OF_LIMITS = (errno.EMFILE, errno.ENFILE, errno.EFBIG, errno.ENOMEM)
 """Error numbers of limits, which no other temporary folder changes."""
+
+
+def _expected(artifact: ArtifactFolder, names: Iterable[str]) -> dict[str, Stored | None]:
+    """Dtype and shape of each weight of a package; None if an older compile did not store them."""
+    table = read_table(artifact)
+    expected = {name: table.get(name) for name in names}
+    missing = [name for name, stored in expected.items() if stored is None]
+    if table and missing:
+        raise ArtifactError(
+            f"{artifact.file(PROGRAM_NAME)}: expected {missing[0]} in its table of weights, got "
+            "none; compile the model again"
+        )
+    return expected
 
 
 class TorchSession(Session):
@@ -61,8 +74,7 @@ class TorchSession(Session):
         with opening(path, f"torch {torch.__version__}"):
             with _unpacked(path) as folder:
                 runner = torch._C._aoti.AOTIModelPackageLoader(folder, "model", False, 1, -1)
-            table = read_table(artifact)
-            expected = {name: table.get(name) for name in runner.get_constant_fqns()}
+            expected = _expected(artifact, runner.get_constant_fqns())
             weights = read_weights(artifact, expected)
             runner.load_constants(weights, False, True, True)  # user-managed memory
         self._weights = weights
