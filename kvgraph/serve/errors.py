@@ -83,10 +83,10 @@ ESCAPED = {code: chr(code).encode("unicode_escape").decode() for code in (*range
 
 
 def for_client(sentence: str) -> str:
-    """An engine's error message without its request id, and without the reason why the engine
-    ended, which may name the server's files: the command prints it."""
-    why = f"(?<={ENDED}): .*|(?<={STOPPED}): .*"
-    return re.sub(f"^request '[^']*': |{why}", "", sentence, flags=re.DOTALL)
+    """An engine's error message without its request id, and without a reason why the engine ended
+    that names the server's files: the command prints it."""
+    path = f"(?<={ENDED}): .*/.*|(?<={STOPPED}): .*/.*"
+    return re.sub(f"^request '[^']*': |{path}", "", sentence, flags=re.DOTALL)
 
 
 def error_body(

@@ -206,7 +206,7 @@ def test_an_engine_that_has_ended_says_so(parts: Parts) -> None:
     asyncio.run(main())
 
 
-def test_a_client_is_not_told_why_the_engine_ended(parts: Parts) -> None:
+def test_a_client_is_not_told_the_files_of_an_engine_that_ended(parts: Parts) -> None:
     """The reason may name the server's files."""
     runner, _, generation = parts
 
