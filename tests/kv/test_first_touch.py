@@ -99,10 +99,10 @@ def test_a_system_that_cannot_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_an_engine_touches_its_next_page(compiled: Compiled) -> None:
     require_populate()
-    engine = Engine(kvgraph.load(compiled("tiny-llama")), num_pages=400)
+    engine = Engine(kvgraph.load(compiled("tiny-llama")), num_pages=8000)
     buffers = engine.kv.get_device_buffer().all_buffers
     memory = buffers[0].handle
-    assert memory.nbytes > 4 * HUGE
+    assert memory.nbytes > 32 * HUGE, "smaller arrays may have memory that was in use before"
     size = memory[0].nbytes
     engine.submit("The import statement", SamplingParams(max_new_tokens=200, ignore_eos=True))
     for _ in range(3):
