@@ -66,8 +66,8 @@ BUGS = (
         "rotated-backwards",
         "ops",
         "plugins/cpu/rope.cpp",
-        "b * cosines[i] + a * sines[i]",
-        "b * cosines[i] - a * sines[i]",
+        "y * cosines[i] + x * sines[i]",
+        "y * cosines[i] - x * sines[i]",
         f"{CONFORMS}[update_and_attend-float32-float32-6x2x16-p16-softcap-rope0-mixed-native]",
     ),
     Bug(
