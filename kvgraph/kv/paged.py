@@ -185,14 +185,20 @@ class PagedKVCacheManager(PagedQueries, NotCopyable):
         extra = require_steps(num_steps)
         measured = [
             (
-                replica.batch,
+                replica,
                 rows,
                 replica.batch.measure(rows, extra, max_cache_length, batch_characteristics),
             )
             for replica, rows in self._resolve(batches, "runtime_inputs")
         ]
         self._turn = turn = 1 - self._turn
-        filled = [batch.fill(turn, rows, extents) for batch, rows, extents in measured]
+        filled = [replica.batch.fill(turn, rows, extents) for replica, rows, extents in measured]
+        for replica, _, (lengths, longest_new, *_) in measured:
+            if (
+                longest_new == 1 or len(lengths) > 1
+            ):  # the first token of one request is not delayed
+                for leaf in replica.leaves:
+                    leaf.touch_ahead(len(lengths))
         leaves = [
             KVCacheInputs([record for records in filled for record in records[i]])
             for i in range(len(self._paths))
@@ -226,8 +232,6 @@ class PagedKVCacheManager(PagedQueries, NotCopyable):
                 committed = replica.step(awake)
                 if self._tiers is not None:
                     self._tiers.offload(replica.index, committed)
-            for leaf in replica.leaves:
-                leaf.touch_ahead(len(rows.rows))
         self._verify()
 
     @also_named(seq_id="request_id")
