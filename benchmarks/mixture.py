@@ -1,4 +1,4 @@
-"""A mixture of experts in bf16, int8 and int4, beside other engines, in one run.
+"""A mixture of experts in bf16, int8 and int4, next to other engines, in one run.
 
     python -m benchmarks.mixture [--folder DIR] [--save FILE] [options of kvgraph bench]
 
@@ -51,7 +51,7 @@ POOLS = {"bf16": "bfloat16", "int8": "int8", "int4": "int8"}
 """Type of the pool by class of weights, which is the artifact's name too."""
 
 SHARE, MEMORY, RATIO = 0.75, 150.0, 1.0
-"""Goals: share of the read limit, MB besides weights and pool, ratio to the best peer."""
+"""Goals: share of the read limit, MB without weights and pool, ratio to the best peer."""
 
 
 def main() -> None:
@@ -106,7 +106,7 @@ def kvgraph(*arguments: str | Path) -> None:
 def table(report: dict[str, Any]) -> str:
     """Compare a report of `kvgraph bench --save` with the goals; "-" for what was not measured."""
     rows = [
-        ["", "of read limit, batch 1", "memory besides, MB", "least ratio to peers"],
+        ["", "of read limit, batch 1", "other memory, MB", "least ratio to peers"],
         ["goal", f">= {SHARE:.0%}", f"<= {MEMORY:.0f}", f"> {RATIO:g}"],
     ]
     for engine in (each for each in report["engines"] if each["ours"]):

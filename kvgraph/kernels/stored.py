@@ -108,8 +108,8 @@ def read_entries(folder: Path, arch: str, files: Container[str]) -> list[KernelE
 def read_kernels(folder: Path) -> list[StoredKernel]:
     """Read all kernels that an artifact's manifest lists; ArtifactError for none, or one without
     PTX."""
-    archs = archs_of(read_manifest(folder).files)
-    found = [kernel for arch in archs for kernel in read_arch(folder, arch)]
+    files = read_manifest(folder).files
+    found = [kernel for arch in archs_of(files) for kernel in _stored_of(folder, arch, files)]
     if not found:
         raise ArtifactError(
             f"{folder}: expected kernels to execute in kernels/, got none; artifacts for CUDA have "
@@ -120,7 +120,11 @@ def read_kernels(folder: Path) -> list[StoredKernel]:
 
 def read_arch(folder: Path, arch: str) -> list[StoredKernel]:
     """Read the kernels of one architecture as `read_kernels` does."""
-    entries = read_entries(folder, arch, read_manifest(folder).files)
+    return _stored_of(folder, arch, read_manifest(folder).files)
+
+
+def _stored_of(folder: Path, arch: str, files: Container[str]) -> list[StoredKernel]:
+    entries = read_entries(folder, arch, files)
     return [_stored(folder / "kernels" / arch, entry) for entry in entries]
 
 

@@ -194,9 +194,7 @@ class PagedKVCacheManager(PagedQueries, NotCopyable):
         self._turn = turn = 1 - self._turn
         filled = [replica.batch.fill(turn, rows, extents) for replica, rows, extents in measured]
         for replica, _, (lengths, longest_new, *_) in measured:
-            if (
-                longest_new == 1 or len(lengths) > 1
-            ):  # the first token of one request is not delayed
+            if longest_new == 1 or len(lengths) > 1:  # a prompt alone is not delayed
                 for leaf in replica.leaves:
                     leaf.touch_ahead(len(lengths))
         leaves = [

@@ -14,12 +14,12 @@ from kvgraph.contract.plain import JsonObject
 from kvgraph.contract.tokenizer import NAME as TOKENIZER
 from kvgraph.errors import ArtifactError, RequestError
 from kvgraph.runtime.chat_templates import TEMPLATE, ChatTemplates, Messages
-from kvgraph.runtime.grammars import KINDS, schema_text
+from kvgraph.runtime.grammars import KINDS
 from kvgraph.runtime.guide import NOT_TAKEN
 from kvgraph.runtime.messages import plain_object, plain_tools
 from kvgraph.runtime.sampling_params import SamplingParams, require_single
 from kvgraph.runtime.text import Completion, TextCodec
-from kvgraph.runtime.tools import Tools, refused_part
+from kvgraph.runtime.tools import Tools, refused_part, texts_of
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -159,7 +159,7 @@ class Chats(Prompts, ABC):
             raise RequestError(
                 f"{given[0]}: expected none next to a tool_choice that forces a call, got one"
             )
-        parts = tuple([(place, schema_text(place, schema)) for place, schema in tools.parts])
+        parts = texts_of(tools.parts)
         try:
             return self.generate([prompt], replace(sampling, guided_json=tools.schema()))[0]
         except RequestError as error:

@@ -20,7 +20,7 @@ from urllib.parse import urljoin
 from kvgraph.contract.plain import JsonObject
 from kvgraph.contract.values import brief
 from kvgraph.errors import RequestError
-from kvgraph.runtime.grammars import PLAIN, Grammar, require_small
+from kvgraph.runtime.grammars import PLAIN, Grammar, require_small, schema_text
 from kvgraph.runtime.guide import refusal_of
 from kvgraph.runtime.schemas import schema_as_read
 
@@ -195,6 +195,11 @@ class Tools:
 
 def refused(place: str, expected: str, got: str) -> RequestError:
     return RequestError(f"{place}: expected {expected}, got {got}")
+
+
+def texts_of(parts: Sequence[tuple[str, JsonObject]]) -> Parts:
+    """The parts' schemas as text. RequestError names the place of a bad schema."""
+    return tuple([(place, schema_text(place, schema)) for place, schema in parts])
 
 
 def refused_part(parts: Parts) -> tuple[str, RequestError] | None:

@@ -11,7 +11,7 @@ from kvgraph.contract.plain import JsonObject
 from kvgraph.errors import RequestError
 from kvgraph.runtime.grammars import KINDS
 from kvgraph.runtime.sampling_params import ALIASES, SamplingParams
-from kvgraph.runtime.tools import Parts
+from kvgraph.runtime.tools import Parts, texts_of
 from kvgraph.serve.errors import ServeError, for_client, require_vocabulary
 from kvgraph.serve.protocol import REQUEST_FIELDS, Sampled
 from kvgraph.serve.shapes import Shape, shape_of_choice
@@ -64,7 +64,7 @@ def sampling_of(
         if shape is None:
             return ShapedParams(**given)
         given[shape.kind] = shape.value
-        return ShapedParams(**given, origin=shape.origin, parts=shape.checked_parts())
+        return ShapedParams(**given, origin=shape.origin, parts=texts_of(shape.parts))
     except RequestError as error:
         raise refusal(error, shape.origin if shape else "") from error
 

@@ -12,8 +12,7 @@ from msgspec import Struct
 from kvgraph.contract.plain import JsonObject
 from kvgraph.contract.values import brief
 from kvgraph.errors import RequestError
-from kvgraph.runtime.grammars import MOST_BYTES, schema_text
-from kvgraph.runtime.tools import Parts
+from kvgraph.runtime.grammars import MOST_BYTES
 from kvgraph.serve.errors import ServeError
 
 
@@ -34,10 +33,6 @@ class Shape(NamedTuple):
         """Name of the field, or fields, for errors about the value."""
         fields = dict.fromkeys(place.partition("[")[0] for place, _ in self.parts)
         return ", ".join(fields) or self.field
-
-    def checked_parts(self) -> Parts:
-        """The parts' schemas as text. RequestError names the place of a bad schema."""
-        return tuple([(place, schema_text(place, schema)) for place, schema in self.parts])
 
 
 class StructuredOutputs(Struct, forbid_unknown_fields=True, kw_only=True):
