@@ -106,6 +106,7 @@ TRACE = (
     Pass("fold_constants"),
     check("require_positions"),
     check("require_tokens_apart", "require_tokens_apart.require_model_tokens_apart"),
+    Pass("select_rows_early", needs=UNPADDED),
     Pass("fuse_update_and_attend"),
     check("require_fused", "fuse_update_and_attend.require_fused", UNPADDED),
     check("require_stored"),
