@@ -106,6 +106,8 @@ MOVED: dict[str, After] = {
 
 STAYS: dict[str, After] = {
     "rows found by their number": lambda d, x, at: mlp(d, x)[torch.arange(x.shape[0])][at],
+    "a row set by its number": lambda d, x, at: x.tanh().select_scatter(d.table[0], 0, 0)[at],
+    "a row put first": lambda d, x, at: torch.cat([d.table[:1], mlp(d, x)[1:]])[at],
     "the number of tokens": lambda d, x, at: (x * x.shape[0])[at],
     "other rows too": lambda d, x, at: (lambda y: y[at] + 0 * y.sum())(mlp(d, x)),
     "other indices": lambda d, x, at: mlp(d, x)[at + 0],

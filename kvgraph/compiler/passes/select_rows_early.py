@@ -34,11 +34,15 @@ from kvgraph.contract.signature import GraphSignature
 from kvgraph.ops import torch_ops
 
 aten = torch.ops.aten
-AT_DIM = (aten.index_select, aten.gather, aten.scatter, aten.scatter_)
-"""Operators that are given a dim, in argument 1, and numbers of places along it."""
+AT_DIM = {
+    **dict.fromkeys((aten.index_select, aten.gather, aten.scatter, aten.scatter_), 1),
+    **dict.fromkeys((aten.slice_scatter, aten.select_scatter), 2),
+}
+"""Operators that are given numbers of places along a dim -> the argument that is this dim."""
 
 ALIKE = (
     *(*LAYOUT, *SAME, *RESHAPED, *NORMS, *REDUCED, *AT_DIM, aten.index, aten.embedding),
+    *(aten.concat, aten.narrow, aten.movedim, aten.swapaxes, aten.tile, aten.expand_as),
     *(aten.linear, aten.addmm, aten.mm, aten.bmm, aten.baddbmm, aten.matmul, aten.einsum),
     *(aten.softmax, aten._softmax, aten.log_softmax, aten._log_softmax, aten.topk, aten.sort),
     *(aten.zeros_like, aten.ones_like, aten.full_like, aten.new_zeros, aten.new_ones, aten.fill),
@@ -112,14 +116,13 @@ class _Rows:
         numbers."""
         kind = packet(node)
         made = [x for x in tree_leaves(node.meta.get("val")) if isinstance(x, torch.Tensor)]
-        if node.op != "call_function" or not made or not all(map(self._has_rows, made)):
+        if node.op != "call_function" or not made or not all(map(self._has_whole_rows, made)):
             return False
-        if kind in (aten.index, *AT_DIM):
-            source, where = node.args[:2]
-            assert isinstance(source, Node)
-            shape = value(source).shape
+        if kind is aten.index or kind in AT_DIM:
+            where = node.args[AT_DIM.get(kind, 1)]
             assert isinstance(where, int | list | tuple)
             at = [where] if isinstance(where, int) else [d for d, x in enumerate(where) if x]
+            shape = value(any_node(node.args[0], "a tensor")).shape
             return not any(self._counts(shape[dim]) for dim in at)
         return kind in ALIKE or is_pointwise(node)
 
@@ -144,6 +147,13 @@ class _Rows:
 
     def _has_rows(self, found: object) -> bool:
         return isinstance(found, torch.Tensor) and any(map(self._counts, found.shape))
+
+    def _has_whole_rows(self, found: torch.Tensor) -> bool:
+        """Whether extents that count tokens are multiples of their number, so that no part of the
+        rows was taken."""
+        symbolic = [extent for extent in found.shape if isinstance(extent, torch.SymInt)]
+        counts = [extent.node.expr for extent in symbolic if self._counts(extent)]
+        return len(counts) > 0 and all((each / self._tokens).is_number for each in counts)
 
     def _token_dim(self, node: Node) -> int | None:
         """The dim of tokens; None if there is none, or if other extents depend on their number."""
