@@ -11,6 +11,8 @@ fake values. The pass changes nothing if one of them then fails, or returns anot
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from torch.export import ExportedProgram
 from torch.fx import Graph, Node
@@ -151,7 +153,8 @@ class _Rows:
     def _has_whole_rows(self, found: torch.Tensor) -> bool:
         """Whether extents that count tokens are multiples of their number, so that no part of the
         rows was taken."""
-        symbolic = [extent for extent in found.shape if isinstance(extent, torch.SymInt)]
+        extents: Iterable[object] = found.shape
+        symbolic = [extent for extent in extents if isinstance(extent, torch.SymInt)]
         counts = [extent.node.expr for extent in symbolic if self._counts(extent)]
         return len(counts) > 0 and all((each / self._tokens).is_number for each in counts)
 
