@@ -81,36 +81,40 @@ Place place_of(const Linear& job, int64_t block) {
           left < kColumns ? left : kColumns};
 }
 
-void put(const Place& place, int64_t row, const float* values) {
-  float* out = place.out + row * place.width;
-  const float* residual = place.residual ? place.residual + row * place.width : nullptr;
-  if (place.count == kColumns && residual) {
-    for (int c = 0; c < kColumns; ++c) out[c] = values[c] + residual[c];
-  } else if (place.count == kColumns) {
-    std::memcpy(out, values, kColumns * sizeof(float));
-  } else {
-    for (int64_t c = 0; c < place.count; ++c) out[c] = values[c] + (residual ? residual[c] : 0.0f);
-  }
+void copy(float* to, const float* from, int64_t count) {
+  if (count == kColumns)
+    std::memcpy(to, from, kColumns * sizeof(float));
+  else
+    std::memcpy(to, from, static_cast<size_t>(count) * sizeof(float));
 }
 
 // Computes outputs from sums and writes them. `sums`: rows x panels x kColumns.
-template <class Number>
+//
+// Decision: reads the residual of all rows, then computes, then writes all rows. Addresses in rows
+// of 1,024 columns have the same last 12 bits, so a read waits for writes before it. Reads that
+// wait for the third-level cache then follow each other instead of running together.
+template <int Most, class Number>
 void finish(const Linear& job, int64_t pair, int64_t panels, int64_t row, int64_t rows,
             const Number* sums) {
-  float values[kPair][kColumns];
+  alignas(64) float values[Most][kPair][kColumns], residual[Most][kPair][kColumns];
   Place places[kPair];
-  for (int64_t p = 0; p < (job.gate ? 1 : panels); ++p)
-    places[p] = place_of(job, job.gate ? pair : pair * kPair + p);
-  for (int64_t m = row; m < row + rows; ++m) {
+  const int64_t outs = job.gate ? 1 : panels;
+  for (int64_t p = 0; p < outs; ++p) places[p] = place_of(job, job.gate ? pair : pair * kPair + p);
+  if (job.residual)
+    for (int64_t m = 0; m < rows; ++m)
+      for (int64_t p = 0; p < outs; ++p)
+        copy(residual[m][p], places[p].residual + (row + m) * places[p].width, places[p].count);
+  for (int64_t m = 0; m < rows; ++m) {
     for (int64_t p = 0; p < panels; ++p, sums += kColumns)
-      value(job, pair * kPair + p, m, sums, values[p]);
-    if (job.gate) {
-      join(*job.gate, values[0], values[1]);
-      put(places[0], m, values[0]);
-    } else {
-      for (int64_t p = 0; p < panels; ++p) put(places[p], m, values[p]);
-    }
+      value(job, pair * kPair + p, row + m, sums, values[m][p]);
+    if (job.gate) join(*job.gate, values[m][0], values[m][1]);
+    if (!job.residual) continue;
+    for (int64_t p = 0; p < outs; ++p)
+      for (int64_t c = 0; c < places[p].count; ++c) values[m][p][c] += residual[m][p][c];
   }
+  for (int64_t m = 0; m < rows; ++m)
+    for (int64_t p = 0; p < outs; ++p)
+      copy(places[p].out + (row + m) * places[p].width, values[m][p], places[p].count);
 }
 
 // ---- the entry points -------------------------------------------------------------------------
@@ -128,7 +132,7 @@ void run_amx(const Linear& job, int64_t pair, int64_t panels, int64_t row, int64
     const char* x = job.x + row * job.x_stride;
     sum_tiles_of<kBits>(take, panels, x, job.x_stride, w, panel_bytes, lines,
                         reinterpret_cast<char*>(sums));
-    finish(job, pair, panels, row, take, sums);
+    finish<kTallest>(job, pair, panels, row, take, sums);
     row += take, left -= take;
   }
   KVG_TILE_RELEASE();
@@ -150,7 +154,7 @@ void by_tiles(const Linear& job, int64_t pair, int64_t panels, int64_t row, int6
   for (int64_t t = 0, left = rows; t < tiles; ++t) {
     const int64_t take = (left + tiles - t - 1) / (tiles - t);
     sum(row, take, sums);
-    finish(job, pair, panels, row, take, reinterpret_cast<const Number*>(sums));
+    finish<Most>(job, pair, panels, row, take, reinterpret_cast<const Number*>(sums));
     row += take, left -= take;
   }
 }
