@@ -88,7 +88,7 @@ def chat(
         loaded = load(artifact, verify=verify or None)
     if follows(loaded, session, threads, None):
         return
-    if missing := Prompts(loaded.folder).missing_chat_file:
+    if missing := Prompts(loaded.folder, loaded.manifest.files).missing_chat_file:
         raise ArtifactError(
             f"{loaded.folder}: expected {missing} for chats, got none; add it to the model folder "
             "and compile again"

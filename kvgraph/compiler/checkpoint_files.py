@@ -8,14 +8,14 @@ from __future__ import annotations
 import errno
 import json
 import os
-from collections.abc import Iterable
-from contextlib import suppress
+from collections.abc import Container, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 from kvgraph.contract.files import inside, kind_of, open_regular
 from kvgraph.contract.safetensors import read_layout
-from kvgraph.errors import ModelError
+from kvgraph.errors import KVGraphError, ModelError, UnsupportedError
 
 CONFIG = "config.json"
 WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -46,11 +46,14 @@ class Index:
     total_size: int | None
 
 
-def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
+def stored_tensors(folder: Path, wanted: Container[str] = ()) -> dict[str, StoredTensor]:
     """All tensors of the checkpoint in `folder` by name; empty if it has no safetensors.
 
-    Only headers are read. ModelError: a shard is missing, truncated or damaged, or two shards have
-    the same tensor.
+    `wanted`: names that a shard must have if the index has them.
+
+    Only headers are read, and a tensor may be in another shard than the index says. ModelError: a
+    shard is missing, truncated or damaged, two shards have the same tensor, or none has a wanted
+    one.
     """
     found: dict[str, StoredTensor] = {}
     for path in shard_paths(folder):
@@ -61,7 +64,55 @@ def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
                     f"{folder}: {stored.name}: expected one shard with this tensor, got "
                     f"{other.path.name} and {path.name}; download the shards of one checkpoint"
                 )
+    for name in shards_of(folder):
+        if name not in found and name in wanted:
+            raise misplaced(folder, name)
     return found
+
+
+def shards_of(folder: Path) -> dict[str, str]:
+    """The shard of each tensor by the index of safetensors; empty if the weights are one file."""
+    index = None if (folder / WHOLE).is_file() else read_index(folder)
+    return index.shards if index else {}
+
+
+@contextmanager
+def indexed(folder: Path) -> Iterator[None]:
+    """Replace an error by one about a tensor that the index names and no shard has, if there is
+    one.
+
+    Without an error such a tensor passes: the model has no place for it. An UnsupportedError stays
+    unless its text is about a tensor beside the missing one.
+    """
+    try:
+        yield
+    except (ModelError, UnsupportedError) as error:
+        stored = stored_tensors(folder)
+        absent = sorted(name for name in shards_of(folder) if name not in stored)
+        if isinstance(error, UnsupportedError):
+            absent = [name for name in absent if f"{name.rpartition('.')[0]}." in str(error)]
+        if absent:
+            said = (name for name in absent if name in str(error))
+            raise misplaced(folder, next(said, absent[0])) from error
+        raise
+
+
+def misplaced(folder: Path, name: str) -> ModelError:
+    """The error for a tensor that no shard of the index has."""
+    got = _other_with(folder, name)
+    return ModelError(
+        f"{folder / INDEX}: weight_map: expected {name} in {shards_of(folder)[name]}, got it in "
+        f"{got}; download the index and the shards of one checkpoint"
+    )
+
+
+def _other_with(folder: Path, name: str) -> str:
+    """Text for an error message: the file that has a tensor which no shard of the index has."""
+    for path in sorted({*folder.glob("*.safetensors")} - {*shard_paths(folder)}):
+        with suppress(KVGraphError):
+            if any(stored.name == name for stored in _read_header(path)):
+                return f"{path.name}, which the index does not name"
+    return "no file of the folder"
 
 
 def shard_paths(folder: Path) -> list[Path]:

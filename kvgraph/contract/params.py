@@ -11,6 +11,7 @@ from typing import Literal, Protocol, TypeAlias, runtime_checkable
 from kvgraph.contract.devices import Device
 from kvgraph.contract.dims import ceildiv
 from kvgraph.contract.dtypes import ACTIVATIONS, QUANTIZED, itemsize
+from kvgraph.contract.layout_fields import as_mapping, require_fields
 from kvgraph.contract.shards import shards_of
 from kvgraph.contract.symbols import (
     ContinuousBatchingKVCacheInputSymbols,
@@ -21,7 +22,7 @@ from kvgraph.contract.symbols import (
     padded_symbols,
     paged_symbols,
 )
-from kvgraph.contract.values import require_boolean, require_integer, shown
+from kvgraph.contract.values import is_one_of, require_boolean, require_integer, shown
 from kvgraph.errors import ParamsError, UnsupportedError
 
 CacheSymbols: TypeAlias = (
@@ -53,9 +54,9 @@ class KVCacheQuantization:
     granularity: int = GRANULARITY
 
     def __post_init__(self) -> None:
-        if self.dtype not in QUANTIZED:
+        if not is_one_of(self.dtype, QUANTIZED):
             raise ParamsError(f"quantization.dtype: expected one of {QUANTIZED}, got {self.dtype}")
-        if self.scale_dtype != "float32":
+        if not is_one_of(self.scale_dtype, ("float32",)):
             raise ParamsError(
                 f"quantization.scale_dtype: expected 'float32', got {self.scale_dtype!r}"
             )
@@ -163,7 +164,7 @@ class KVCacheParams:
     def __post_init__(self) -> None:
         self._check_types()
         kinds = [str(kind) for kind in KVCacheStrategy]
-        if self.cache_strategy not in kinds:
+        if not is_one_of(self.cache_strategy, kinds):
             raise ParamsError(
                 f"cache_strategy: expected one of {kinds}, got {self.cache_strategy!r}"
             )
@@ -189,7 +190,7 @@ class KVCacheParams:
                 raise ParamsError(f"{name}: expected {kind.__name__}, got {shown(value)}")
 
     def _check_layout(self) -> None:
-        if self.dtype not in ACTIVATIONS:
+        if not is_one_of(self.dtype, ACTIVATIONS):
             raise ParamsError(f"dtype: expected one of {ACTIVATIONS}, got {self.dtype!r}")
         for name in SIZES:
             if getattr(self, name) < 1:
@@ -200,7 +201,7 @@ class KVCacheParams:
             )
         if self.window_size is not None and self.window_size < 1:
             raise ParamsError(f"window_size: expected >= 1 or None, got {self.window_size}")
-        if self.layout != "nhd":
+        if not is_one_of(self.layout, ("nhd",)):
             raise ParamsError(f"layout: expected 'nhd', got {self.layout!r}")
         if self.quantization and self.cache_strategy is not KVCacheStrategy.PAGED:
             raise ParamsError(
@@ -230,7 +231,7 @@ class KVCacheParams:
                     f"n_kv_heads: expected a multiple of the {self.n_shards} shards "
                     f"(or allow_kv_head_replication), got {self.n_kv_heads}"
                 )
-        if self.hash_algorithm != "sha256":
+        if not is_one_of(self.hash_algorithm, ("sha256",)):
             raise ParamsError(f"hash_algorithm: expected 'sha256', got {self.hash_algorithm!r}")
         if self.hash_seed is not None and len(self.hash_seed) != 32:
             raise ParamsError(f"hash_seed: expected 32 bytes, got {len(self.hash_seed)}")
@@ -343,10 +344,12 @@ class KVCacheParams:
         data_parallel_degree: int = 1,
         enable_prefix_caching: bool = False,
     ) -> KVCacheParams:
-        """Inverse of `layout_dict`; raises ParamsError if the shard counts differ.
+        """Inverse of `layout_dict`; raises ParamsError if the shard counts differ, or for a field
+        that is missing, unknown or of a wrong type.
 
         `devices`: the default is one CPU for each shard of one replica.
         """
+        require_fields(layout)
         data_parallel_degree = require_integer(
             "data_parallel_degree", data_parallel_degree, ParamsError, least=1
         )
@@ -369,7 +372,7 @@ class KVCacheParams:
 
     def require_layout(self, layout: Mapping[str, object], *, source: str) -> None:
         """Raise ParamsError at the first layout field that differs from `layout`."""
-        mine, theirs = self.layout_dict(), dict(layout)
+        mine, theirs = self.layout_dict(), dict(as_mapping(layout))
         if isinstance(quantization := theirs.get("quantization"), Mapping):
             granularity, width = quantization.get("granularity"), theirs.get("head_dim")
             if isinstance(granularity, int) and isinstance(width, int):

@@ -12,13 +12,10 @@ MOST_SHARDS = 64
 
 def shards_of(layout: Mapping[str, object]) -> int:
     """`n_shards` of the layout of a cache or a tree; ParamsError unless 1 to MOST_SHARDS."""
-    inner = layout
-    while "n_shards" not in inner:
-        first = next(iter(inner.values()), None)
-        if not isinstance(first, Mapping):
-            break
-        inner = first
-    found = inner.get("n_shards")
+    inner: object = layout
+    while isinstance(inner, Mapping) and "n_shards" not in inner:
+        inner = next(iter(inner.values()), None)
+    found = inner["n_shards"] if isinstance(inner, Mapping) else None
     if type(found) is not int or not 1 <= found <= MOST_SHARDS:
         raise ParamsError(f"n_shards: expected 1 to {MOST_SHARDS} from the layout, got {found!r}")
     return found

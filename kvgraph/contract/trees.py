@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TypedDict, Unpack
+from typing import TypedDict, Unpack, cast
 
 from kvgraph.contract.devices import Device
+from kvgraph.contract.layout_fields import as_mapping, is_cache, require_named
 from kvgraph.contract.params import LAYOUT_FIELDS, KVCacheParams, KVCacheStrategy, as_devices
 from kvgraph.contract.symbols import (
     KVCacheInputSymbols,
@@ -47,6 +48,12 @@ class MultiKVCacheParams:
         return cls(tuple(params.items()))
 
     def __post_init__(self) -> None:
+        pairs = self.children if isinstance(self.children, tuple | list) else (None,)
+        if not all(isinstance(pair, tuple) and len(pair) == 2 for pair in pairs):
+            raise ParamsError(
+                "MultiKVCacheParams: expected pairs of a name and a cache, got "
+                f"{shown(self.children)}; make one with from_params"
+            )
         if not self.children:
             raise ParamsError("MultiKVCacheParams: expected at least one cache, got none")
         for name, child in self.children:
@@ -144,13 +151,11 @@ class MultiKVCacheParams:
     def require_layout(self, layout: Mapping[str, object], *, source: str) -> None:
         """Raise ParamsError at the first cache or layout field that differs from `layout`."""
         names = [name for name, _ in self.children]
-        if "dtype" in layout or list(layout) != names:
+        if "dtype" in as_mapping(layout) or list(layout) != names:
             expected = "a single cache" if "dtype" in layout else f"caches {list(layout)}"
             raise ParamsError(f"caches: expected {expected} from {source}, got {names}")
         for name, child in self.children:
-            inner = layout[name]
-            assert isinstance(inner, Mapping)
-            child.require_layout(inner, source=f"{source} ({name})")
+            child.require_layout(layout[name], source=f"{source} ({name})")  # type: ignore[arg-type]
 
 
 class Deployment(TypedDict, total=False):
@@ -164,14 +169,22 @@ class Deployment(TypedDict, total=False):
 def params_from_layout(
     layout: Mapping[str, object], **deployment: Unpack[Deployment]
 ) -> KVCacheParams | MultiKVCacheParams:
-    """Inverse of `layout_dict` of a cache or a tree; `deployment` as `from_layout` takes it."""
-    if "dtype" in layout:
+    """Inverse of `layout_dict` of a cache or a tree; `deployment` as `from_layout` takes it.
+
+    ParamsError names a field that is missing, unknown or of a wrong type.
+    """
+    require_named(layout)
+    return _of_layout(layout, deployment)
+
+
+def _of_layout(
+    layout: Mapping[str, object], deployment: Deployment
+) -> KVCacheParams | MultiKVCacheParams:
+    if is_cache(layout):
         return KVCacheParams.from_layout(layout, **deployment)
-    children = {}
-    for name, inner in layout.items():
-        assert isinstance(inner, Mapping)
-        children[name] = params_from_layout(inner, **deployment)
-    return MultiKVCacheParams.from_params(children)
+    inner = cast(Mapping[str, Mapping[str, object]], layout)
+    caches = {name: _of_layout(each, deployment) for name, each in inner.items()}
+    return MultiKVCacheParams.from_params(caches)
 
 
 def _tree_symbols(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Collection
 from contextlib import suppress
 from typing import SupportsIndex
 
@@ -63,6 +64,11 @@ def require_boolean(name: str, value: object, refusal: type[KVGraphError]) -> bo
     if not isinstance(value, BOOLEANS):
         raise refusal(f"{name}: expected True or False, got {shown(value)}")
     return bool(value)
+
+
+def is_one_of(value: object, allowed: Collection[str]) -> bool:
+    """Whether `value` is text in `allowed`. An array, of which `in` has no answer, is not."""
+    return isinstance(value, str) and value in allowed
 
 
 def shown(value: object) -> str:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from operator import index
-from typing import TypeVar, cast
+from typing import NamedTuple, TypeVar, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -34,6 +34,17 @@ MAX_STEPS = MAX_EXTENTS[NUM_STEPS]
 T = TypeVar("T")
 
 
+class PageChain(NamedTuple):
+    """Identities of a request's full pages, as far as they were computed; never changed in place.
+
+    `source`: what else than tokens they are made of.
+    """
+
+    source: tuple[object, ...]
+    root: bytes
+    digests: list[bytes]
+
+
 class TextContext:
     """The tokens of one request (prompt, then what was generated) and its lengths, all in tokens.
 
@@ -41,6 +52,7 @@ class TextContext:
     - `processed_length`: tokens whose K and V are cached
     - `active_length`: tokens of the next step: all the rest, unless set lower for a chunk
     - `cached_prefix_length`: tokens that the prefix cache gave at the last first alloc
+    - `page_chain`: identities of its pages, which `PoolSettings.identities` keeps here
 
     Slots, because the managers read them in their innermost loops; only `active_length` is checked.
     `request_id` must not change while the request is claimed. `cache_salt` and `adapter` keep
@@ -59,6 +71,7 @@ class TextContext:
         "cached_prefix_length",
         "current_length",
         "is_private",
+        "page_chain",
         "processed_length",
         "request_id",
     )
@@ -78,6 +91,7 @@ class TextContext:
         self.cache_salt = cache_salt
         self.adapter = adapter
         self.is_private = is_private
+        self.page_chain: PageChain | None = None
         self.current_length = self._active_length = self._tokens.size
         self.processed_length = self.cached_prefix_length = 0
 

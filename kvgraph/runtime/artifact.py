@@ -80,16 +80,19 @@ class Artifact(ArtifactFolder):
     def opened(self, session: str | Session | None, *, num_threads: int | None = None) -> Session:
         """`session` if it is one of this artifact; else a new one, of the kind `session`.
 
-        RequestError for a session of another artifact, whose weights or graph differ.
+        RequestError for a session of another artifact: one with a file that differs. Two compiles
+        of a model are one artifact if the manifest lists no nondeterministic file.
         """
         from kvgraph.runtime.sessions.base import Session
 
         if not isinstance(session, Session):
             return self.session(session, num_threads=num_threads)
-        if session.artifact.manifest.files != self.manifest.files:
+        mine, theirs = self.manifest.files, session.artifact.manifest.files
+        if mine != theirs:
+            name = min(n for n in {*mine, *theirs} if mine.get(n) != theirs.get(n))
             raise RequestError(
                 f"session: expected one of {self.folder}, got one of {session.artifact.folder}, "
-                "which is another artifact"
+                f"which is another artifact: {name} differs"
             )
         return session
 

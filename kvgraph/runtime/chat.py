@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
 from kvgraph.contract.files import read_fields
 from kvgraph.contract.generation import GENERATION, suggested
+from kvgraph.contract.manifest import read_manifest
 from kvgraph.contract.plain import JsonObject
 from kvgraph.contract.tokenizer import NAME as TOKENIZER
 from kvgraph.errors import ArtifactError, RequestError
 from kvgraph.runtime.chat_templates import TEMPLATE, ChatTemplates, Messages
+from kvgraph.runtime.folder import is_listed
 from kvgraph.runtime.grammars import KINDS
 from kvgraph.runtime.guide import NOT_TAKEN
 from kvgraph.runtime.messages import plain_object, plain_tools
@@ -38,13 +40,15 @@ class ChatFields(TypedDict, total=False):
 class Prompts:
     """Converts text, and messages in OpenAI's form, to token ids by an artifact's folder.
 
-    It needs no session. Keywords for messages are the fields of `ChatFields`.
+    It needs no session. `files`: names in the manifest; others are not read. Keywords for messages
+    are the fields of `ChatFields`.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self._text = TextCodec(folder)
-        self._templates = ChatTemplates(folder)
+    def __init__(self, folder: Path, files: Container[str] | None = None) -> None:
+        self._text = TextCodec(folder, files)
+        self._templates = ChatTemplates(folder, files)
         self.folder = folder
+        self._has_generation = is_listed(GENERATION, files)
 
     @property
     def tokenizer(self) -> Tokenizer | None:
@@ -79,7 +83,7 @@ class Prompts:
 
     def _suggested(self, given: JsonObject) -> tuple[JsonObject, SamplingParams]:
         path = self.folder / GENERATION
-        fields = suggested(read_fields(path, ArtifactError))
+        fields = suggested(read_fields(path, ArtifactError) if self._has_generation else {})
         try:
             return fields, SamplingParams(**fields | given)
         except RequestError as error:
@@ -107,6 +111,11 @@ class Prompts:
     def render_chat(self, messages: Messages, **fields: Unpack[ChatFields]) -> str:
         """The text of a chat; keywords and errors are those of `apply_chat_template`."""
         return self._templates.render(messages, **fields)
+
+
+def prompts_of(folder: Path) -> Prompts:
+    """`Prompts` by an artifact that is not loaded."""
+    return Prompts(folder, read_manifest(folder).files)
 
 
 class Chats(Prompts, ABC):

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from kvgraph.contract.files import read_fields, read_text
+from kvgraph.contract.plain import JsonObject
 from kvgraph.contract.values import shown
 from kvgraph.errors import ArtifactError, RequestError
 from kvgraph.runtime.arguments import flag, instance
+from kvgraph.runtime.folder import is_listed
 from kvgraph.runtime.messages import (
     ASKS_FOR_NONE,
     NAMES_DEVELOPER,
@@ -58,17 +60,19 @@ Form: TypeAlias = Callable[[list[Message]], list[Message]]
 class ChatTemplates:
     """The chat templates in the artifact's `folder`, read on construction.
 
-    ArtifactError for a file that is not text, or not JSON.
+    `files`: names in its manifest. ArtifactError for a file that is not text, or not JSON.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, files: Container[str] | None = None) -> None:
         self._folder = folder
-        path = folder / TEMPLATE
-        self._files = {"default": read_text(path, ArtifactError)} if path.exists() else {}
-        for path in sorted((folder / MORE_TEMPLATES).glob("*.jinja")):
-            self._files[path.stem] = read_text(path, ArtifactError)
-        self._config = read_fields(folder / CONFIG, ArtifactError)
-        self._tokens = self._special_tokens()
+        paths = [folder / TEMPLATE, *sorted((folder / MORE_TEMPLATES).glob("*.jinja"))]
+        self._files = {
+            "default" if path == paths[0] else path.stem: read_text(path, ArtifactError)
+            for path in paths
+            if path.exists() and is_listed(path.relative_to(folder).as_posix(), files)
+        }
+        self._config = self._fields(CONFIG, files)
+        self._tokens = self._special_tokens(files)
         self._forms: dict[tuple[str, frozenset[object]], Form] = {}
 
     def render(
@@ -266,11 +270,14 @@ class ChatTemplates:
             f"{shown(given)}"
         )
 
-    def _special_tokens(self) -> dict[str, str]:
+    def _fields(self, name: str, files: Container[str] | None) -> JsonObject:
+        return read_fields(self._folder / name, ArtifactError) if is_listed(name, files) else {}
+
+    def _special_tokens(self, files: Container[str] | None) -> dict[str, str]:
         """Special tokens by name, from the same files as transformers takes them."""
         fields = self._config
         if "added_tokens_decoder" not in fields:
-            fields = fields | read_fields(self._folder / SPECIAL_TOKENS, ArtifactError)
+            fields = fields | self._fields(SPECIAL_TOKENS, files)
         extra = fields.get("extra_special_tokens")
         named = {name: token for name, token in fields.items() if name.endswith("_token")}
         contents = {

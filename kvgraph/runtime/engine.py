@@ -82,7 +82,7 @@ class Engine(Chats, NotCopyable):
         self._owns_session = not isinstance(session, Session)
         self.session = session = artifact.opened(session, num_threads=num_threads)
         self.kv, self.scheduler, self._buckets = make_cache(artifact, session, cache, tiers, batch)
-        super().__init__(artifact.folder)
+        super().__init__(artifact.folder, artifact.manifest.files)
         artifact.require_unchanged()
         self._builder = RequestBuilder(self.model, self._text, self.scheduler)
         self._turns = Turns("Engine")

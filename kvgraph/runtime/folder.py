@@ -39,6 +39,12 @@ def files_of_rank(files: Mapping[str, FileEntry], rank: int) -> dict[str, FileEn
     }
 
 
+def is_listed(name: str, files: Container[str] | None) -> bool:
+    """Whether a manifest with these `files` lists `name`; other files are not part of the artifact,
+    and were not hashed. None: a folder without a manifest, of which every file counts."""
+    return files is None or name in files
+
+
 def state_of(path: Path) -> FileState:
     """Device, inode, size and times of the last change: equal while the file is unchanged. None:
     no such file."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,6 +12,7 @@ from kvgraph.contract.tokenizer import BYTE_TOKEN, NAME, encode, read_tokenizer
 from kvgraph.errors import ArtifactError, RequestError
 from kvgraph.kv.requests import TextContext
 from kvgraph.runtime.arguments import instance
+from kvgraph.runtime.folder import is_listed
 from kvgraph.runtime.logprobs import TokenLogprobs
 from kvgraph.runtime.sampling import FinishReason, Token
 from kvgraph.runtime.stats import RequestStats
@@ -32,13 +33,16 @@ REPLACEMENT = "\ufffd"
 
 
 class TextCodec:
-    """The tokenizer of the artifact in `folder`; without one, prompts are token ids."""
+    """The tokenizer of the artifact in `folder`; without one, prompts are token ids.
 
-    def __init__(self, folder: Path) -> None:
+    `files`: names in its manifest.
+    """
+
+    def __init__(self, folder: Path, files: Container[str] | None = None) -> None:
         self.folder = folder
         self._path = folder / NAME
         self.tokenizer: Tokenizer | None = None
-        if self._path.is_file():
+        if self._path.is_file() and is_listed(NAME, files):
             self.tokenizer = read_tokenizer(self._path, ArtifactError)
 
     def tokenize(self, text: str, *, special_tokens: bool = True) -> list[int]:
@@ -46,8 +50,9 @@ class TextCodec:
         text."""
         instance("prompt", text, str, "text")
         if self.tokenizer is None:
+            got = "one that its manifest does not list" if self._path.is_file() else "none"
             raise ArtifactError(
-                f"{self._path.parent}: expected {NAME} for a text prompt, got none; pass token ids"
+                f"{self._path.parent}: expected {NAME} for a text prompt, got {got}; pass token ids"
             )
         try:
             text.encode()

@@ -103,9 +103,8 @@ class Generation:
         `most`: unread tokens at which a choice is cancelled.
         """
         each = [prompt for prompt in prompts for _ in params]
-        self._admission.require_room(each, salt)
-        # Count them as queued while they are submitted, which may take long.
-        self._places = [self._admission.enter(prompt, salt) for prompt in each]
+        # They count as queued while they are submitted, which may take long.
+        self._places = self._admission.admit(each, salt)
         parts = [
             self._place(number * len(params), prompt, params, salt, most)
             for number, prompt in enumerate(prompts)

@@ -142,8 +142,19 @@ class Admission:
         Requests too large for an empty queue pass while none waits and one can start: otherwise
         they would never be admitted. An empty prompt is one that is not known yet.
         """
+        self._require_room(each, self._needs(each, salt))
+
+    def admit(self, each: Sequence[Sequence[int]], salt: bytes = b"") -> list[Place]:
+        """`enter` a request for `each` prompt: all of them, or none if `require_room` refuses."""
+        needs = self._needs(each, salt)
+        self._require_room(each, needs)
+        return [self._enter(prompt, salt, pages) for prompt, pages in zip(each, needs, strict=True)]
+
+    def _require_room(
+        self, each: Sequence[Sequence[int]], needs: Sequence[tuple[int, ...]]
+    ) -> None:
         count, tokens = len(each), sum(map(len, each))
-        waiting, startable = self._waiting(each, salt)
+        waiting, startable = self._waiting(needs)
         is_busy = self.num_queued or self.num_open >= self._rows
         too_many = is_busy and self.num_open + count > self._rows + self._most_requests
         is_short = self.num_open and (waiting or not startable)
@@ -159,9 +170,9 @@ class Admission:
                 retry_after=self.retry_after(count, tokens),
             )
 
-    def _waiting(self, each: Sequence[Sequence[int]], salt: bytes) -> tuple[int, int]:
-        """Number of requests that wait for their first row, and how many of them, with `each`
-        prompt behind them, find their pages free."""
+    def _waiting(self, needs: Sequence[tuple[int, ...]]) -> tuple[int, int]:
+        """Number of requests that wait for their first row, and how many of them, with the pages
+        that new ones need behind them, find theirs free."""
         load = self._load()
         free, needed = list(load.free_pages), []
         for place in self._open:
@@ -170,15 +181,17 @@ class Admission:
             elif started > load.measured:  # it has taken its pages since
                 free = _less(free, place.pages)
         waiting = len(needed)
-        before = self._before(salt)
-        for prompt in each:
-            needed.append(self._pages(prompt, before))
-            before = prompt
+        needed += needs
         for number, pages in enumerate(needed):
             free = _less(free, pages)
             if free and min(free) < 0:
                 return waiting, number
         return waiting, len(needed)
+
+    def _needs(self, each: Sequence[Sequence[int]], salt: bytes) -> list[tuple[int, ...]]:
+        """Pages of each leaf for `each` prompt, which come one after the other."""
+        before = [self._before(salt), *each]
+        return [self._pages(prompt, before[at]) for at, prompt in enumerate(each)]
 
     def _before(self, salt: bytes) -> Sequence[int]:
         """The latest prompt, if it is open, so that a prompt can share its pages."""
@@ -218,7 +231,10 @@ class Admission:
 
     def enter(self, prompt: Sequence[int], salt: bytes = b"") -> Place:
         """Count a request as open and queued. Set `stats` of its place once the engine has it."""
-        place = Place(prompt, salt, self._pages(prompt, self._before(salt)))
+        return self._enter(prompt, salt, *self._needs([prompt], salt))
+
+    def _enter(self, prompt: Sequence[int], salt: bytes, pages: tuple[int, ...]) -> Place:
+        place = Place(prompt, salt, pages)
         self._open[place] = None
         self._last = place
         self.num_queued += 1

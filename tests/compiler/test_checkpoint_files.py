@@ -12,9 +12,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+import kvgraph
 from kvgraph.compiler.checkpoint_files import INDEX, WHOLE, stored_tensors
 from kvgraph.compiler.frontends import huggingface
 from kvgraph.errors import KVGraphError, ModelError, UnsupportedError
+from tests.support import quantized
+from tests.support.models import make_model
+from tests.support.plans import plan
 
 QUERIES = "model.layers.0.self_attn.q_proj.weight"
 NORM = "model.norm.weight"
@@ -88,6 +92,14 @@ def in_two_shards(folder: Path) -> tuple[dict[str, torch.Tensor], dict[str, str]
     return tensors, shards
 
 
+def streamed(folder: Path) -> object:
+    return huggingface.load(folder, "float32", weightless=True)
+
+
+def describe(folder: Path) -> object:
+    return plan(folder, max_seq_len=None)
+
+
 def test_a_tensor_in_two_shards(folder: Path) -> None:
     tensors, shards = in_two_shards(folder)
     assert set(stored_tensors(folder)) == set(tensors)
@@ -116,6 +128,121 @@ def test_an_index_without_names_of_shards(
     (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": shards}))
     expected = f"{folder}/{INDEX}: weight_map: expected the name of each tensor's file, got {got}"
     assert refused(folder) == expected
+
+
+def move(folder: Path, name: str, to: str) -> None:
+    """Move a tensor to the shard `to`, or remove it if `to` is empty; the index stays."""
+    for path in folder.glob("*.safetensors"):
+        tensors = load_file(path)
+        if name in tensors:
+            moved = tensors.pop(name)
+            save_file(tensors, path, metadata={"format": "pt"})
+    if to:
+        others = load_file(folder / to) if (folder / to).is_file() else {}
+        save_file(others | {name: moved}, folder / to, metadata={"format": "pt"})
+
+
+def misplaced(folder: Path, name: str, shard: str, got: str) -> str:
+    return (
+        f"{folder}/{INDEX}: weight_map: expected {name} in {shard}, got it in {got}; download the "
+        "index and the shards of one checkpoint"
+    )
+
+
+PLACES = {
+    "c.safetensors": "c.safetensors, which the index does not name",
+    "": "no file of the folder",
+}
+
+
+@pytest.mark.parametrize("to", PLACES)
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda folder: huggingface.load(folder, "float32"),
+        describe,
+        *(
+            lambda folder, given=given: kvgraph.compile(folder, folder / "out", **given)
+            for given in (
+                {},
+                {"backend": "torch", "weights": "int8"},
+                {"target": "cuda:sm_90", "check": False},
+                {"target": "cuda:sm_90", "backend": "onnx", "check": False},
+            )
+        ),
+    ],
+    ids=["loaded", "plan", "onnx", "torch", "cuda", "cuda-onnx"],
+)
+def test_a_tensor_in_another_place_than_the_index_says(
+    read: Callable[[Path], object], to: str, folder: Path
+) -> None:
+    _, shards = in_two_shards(folder)
+    name = next(name for name, shard in shards.items() if shard == "a.safetensors")
+    move(folder, name, to)
+    with pytest.raises(ModelError) as error:
+        read(folder)
+    assert str(error.value) == misplaced(folder, name, "a.safetensors", PLACES[to])
+
+
+def test_a_tensor_in_another_shard_of_the_index(folder: Path) -> None:
+    """It is the tensor of this name, and transformers reads it too."""
+    expected = kvgraph.compile(folder, folder / "first").files["weights.safetensors"]
+    _, shards = in_two_shards(folder)
+    name = next(name for name, shard in shards.items() if shard == "a.safetensors")
+    move(folder, name, "b.safetensors")
+    (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": shards}))
+    huggingface.load(folder, "float32")
+    found = kvgraph.compile(folder, folder / "second").files["weights.safetensors"]
+    assert found == expected
+
+
+@pytest.mark.parametrize("read", [streamed, describe])
+@pytest.mark.parametrize(
+    ("form", "part"),
+    [
+        ("gptq", "g_idx"),
+        ("gptq", "scales"),
+        ("awq", "qzeros"),
+        ("w4a16-zero-points", "weight_zero_point"),
+        ("fp8-channel", "weight_scale"),
+        ("nvfp4", "weight_scale_2"),
+    ],
+)
+def test_a_part_of_a_quantised_weight_that_only_the_index_names(
+    form: str, part: str, read: Callable[[Path], object], folder: Path, tmp_path: Path
+) -> None:
+    made = quantized.make(form, folder, tmp_path / form)
+    _, shards = in_two_shards(made)
+    name = QUERIES.removesuffix("weight") + part
+    move(made, name, "")
+    with pytest.raises(ModelError) as error:
+        read(made)
+    assert str(error.value) == misplaced(made, name, shards[name], PLACES[""])
+
+
+@pytest.mark.parametrize("weightless", [True, False])
+def test_an_expert_that_only_the_index_names(weightless: bool, tmp_path: Path) -> None:
+    """Its parameter is made of several tensors, and an error about it names none of them."""
+    sizes = {"num_local_experts": 4, "num_experts_per_tok": 2}
+    made = make_model("mixtral", tmp_path / "model", **sizes)
+    _, shards = in_two_shards(made)
+    name = next(name for name in shards if ".experts.2." in name)
+    move(made, name, "")
+    with pytest.raises(ModelError) as error:
+        huggingface.load(made, "float32", weightless=weightless)
+    assert str(error.value) == misplaced(made, name, shards[name], PLACES[""])
+
+
+def test_a_tensor_without_use_that_only_the_index_names(folder: Path) -> None:
+    """As where a part of a model was taken out of its shards."""
+    tensors, shards = in_two_shards(folder)
+    more = {"visual.blocks.0.weight": "b.safetensors"}
+    (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": shards | more}))
+    for weightless in (True, False):
+        huggingface.load(folder, "float32", weightless=weightless)
+    plan(folder, max_seq_len=None)
+    move(folder, next(iter(tensors)), "")
+    assert f"expected {next(iter(tensors))} in " in refused(folder)
 
 
 FILES = ("config.json", "tokenizer.json", "generation_config.json", WHOLE)

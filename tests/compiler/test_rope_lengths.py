@@ -17,6 +17,7 @@ import transformers
 import kvgraph
 from kvgraph import ModelError, ParamsError
 from kvgraph.compiler.frontends import huggingface, measured
+from kvgraph.compiler.frontends.lengths import with_current_name
 from tests.support.models import greedy_tokens, make_model
 
 BASE, OWN, ORIGINAL, FACTOR = 10000.0, 128, 32, 4.0
@@ -96,6 +97,48 @@ def test_tokens_are_those_of_one_length(
     with kvgraph.Engine(tmp_path / "out", num_pages=32) as engine:
         for prompt, done in zip(prompts, engine.generate(prompts, GREEDY), strict=True):
             assert done.token_ids == greedy_tokens(model, prompt, 12)
+
+
+@pytest.mark.parametrize("length", [ORIGINAL, None])
+@pytest.mark.parametrize("field", ["type", "rope_type"])
+@pytest.mark.parametrize(
+    ("architecture", "name"),
+    [*[(model, "su") for model in OF_MODEL], ("phi3", "yarn")],
+)
+def test_former_names_of_longrope(
+    architecture: str, name: str, field: str, length: int | None, tmp_path: Path
+) -> None:
+    """As Phi-3's first checkpoints have them, beside the original length or above it."""
+    sizes = OF_MODEL[architecture] | {"max_position_embeddings": OWN, "head_dim": 16}
+    folder = make_model(architecture, tmp_path / "model", **sizes)
+    config = json.loads((folder / "config.json").read_text())
+    del config["rope_parameters"]
+    given = LONGROPE | SCALES
+    del given["rope_type"]
+    if architecture == "phi3":
+        del given["original_max_position_embeddings"]
+    found, settings = [], {"max_seq_len": length, "weightless": True}
+    for each in ("longrope", name):
+        scaling = {"rope_scaling": {field: each, **given}, "rope_theta": BASE}
+        (folder / "config.json").write_text(json.dumps(config | scaling))
+        model = huggingface.load(folder, "float32", **settings)
+        rotary = model.module.model.model.rotary_emb
+        scale = getattr(rotary, "attention_scaling", None)
+        buffers = {at: each.tolist() for at, each in rotary.named_buffers()}
+        found.append((model.max_seq_len, model.notes, scale, buffers))
+        assert measured.describe(folder, "float32").max_seq_len == OWN
+    assert found[0] == found[1]
+    factors = torch.tensor(LONG if length is None else SHORT)
+    plain = torch.tensor(BASE) ** -(torch.arange(0, 16, 2) / 16)
+    torch.testing.assert_close(torch.tensor(found[1][-1]["inv_freq"]), plain / factors)
+
+
+def test_a_former_name_of_longrope_in_a_language_part() -> None:
+    given = {"text_config": {"rope_scaling": {"type": "su", "short_factor": SHORT}}}
+    renamed = with_current_name(given)
+    assert renamed == {"text_config": {"rope_scaling": {"type": "longrope", "short_factor": SHORT}}}
+    assert given["text_config"]["rope_scaling"]["type"] == "su"
+    assert with_current_name(renamed) is None
 
 
 @pytest.mark.parametrize(

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 import pytest
 
 from kvgraph import Device, KVCacheParams, KVCacheQuantization, virtual_devices
+from kvgraph.contract.shards import shards_of
 from kvgraph.contract.trees import MultiKVCacheParams, params_from_layout
 from kvgraph.errors import ParamsError
 
@@ -159,6 +162,100 @@ def test_a_layout_for_no_number_of_replicas(degree: Any, message: str) -> None:
 def test_what_is_no_tree(params: Any, message: str) -> None:
     with pytest.raises(ParamsError, match=f"^{message}"):
         MultiKVCacheParams.from_params(params)
+
+
+BAD: list[Any] = [5, None, [], {}, "x", 1.5, True, [[1]], {1: 2}, np.array([1, 2]), object()]
+
+
+def layout_of() -> dict[str, Any]:
+    return KVCacheParams(**LLAMA_8B, quantization=KVCacheQuantization("int8")).layout_dict()
+
+
+@pytest.mark.parametrize("value", BAD, ids=str)
+@pytest.mark.parametrize(
+    "read",
+    [
+        KVCacheParams.from_layout,
+        params_from_layout,
+        lambda value: params_from_layout({"a": layout_of(), "b": {"c": value}}),
+        lambda value: KVCacheParams(**LLAMA_8B).require_layout(value, source="a test"),
+        shards_of,
+    ],
+)
+def test_what_is_no_layout(read: Callable[[Any], object], value: Any) -> None:
+    with pytest.raises(
+        ParamsError, match=r"^(layout|n_shards|cache_strategy): expected |^layout\."
+    ):
+        read(value)
+
+
+NONE = type(None)
+RIGHT: dict[str, tuple[type, ...]] = {
+    "dtype": (),
+    "window_size": (int, NONE),
+    "quantization": (NONE,),
+    "is_mla": (bool,),
+    "layout": (),
+    "cache_strategy": (),
+}
+"""Types in BAD that a field may have; whole numbers by default."""
+
+
+@pytest.mark.parametrize("value", BAD, ids=str)
+@pytest.mark.parametrize("name", layout_of())
+def test_a_field_of_a_layout_of_another_type(name: str, value: Any) -> None:
+    if type(value) in RIGHT.get(name, (int,)):
+        return
+    for layout in (layout_of() | {name: value}, {"a": layout_of() | {name: value}}):
+        with pytest.raises(ParamsError, match=name):
+            params_from_layout(layout)
+
+
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        (lambda m: m.pop("dtype"), "layout: dtype: expected a value, got none"),
+        (lambda m: m.pop("n_kv_heads"), "layout: n_kv_heads: expected a value, got none"),
+        (lambda m: m.update(flavour=1), "layout: expected fields of a cache, got another one, 'fl"),
+        (lambda m: m.update(devices=1), "layout: expected fields of a cache, got another one, 'de"),
+        (lambda m: m.update({1: 2}), "layout: expected fields of a cache, got another one, 1"),
+        (
+            lambda m: m["quantization"].pop("dtype"),
+            r"layout\.quantization: dtype: expected a value, got none",
+        ),
+        (
+            lambda m: m["quantization"].update(bits=8),
+            r"layout\.quantization: expected fields of a cache, got another one, 'bits'",
+        ),
+        (
+            lambda m: m["quantization"].update(dtype=np.array([1, 2])),
+            r"quantization\.dtype: expected one of",
+        ),
+    ],
+)
+def test_fields_that_a_layout_does_not_have(
+    edit: Callable[[dict[str, Any]], object], message: str
+) -> None:
+    layout = layout_of()
+    edit(layout)
+    for read in (params_from_layout, KVCacheParams.from_layout):
+        with pytest.raises(ParamsError, match=f"^{message}"):
+            read(layout)
+    assert KVCacheParams.from_layout(MappingProxyType(layout_of())) == params_from_layout(
+        layout_of()
+    )
+
+
+@pytest.mark.parametrize("name", ["dtype", "layout", "cache_strategy", "hash_algorithm"])
+def test_an_array_in_place_of_text(name: str) -> None:
+    with pytest.raises(ParamsError, match=f"^{name}: expected "):
+        KVCacheParams(**LLAMA_8B | {name: np.array(["sha256", "nhd"])})
+
+
+@pytest.mark.parametrize("children", [5, None, "ab", ["ab"], ({"a": 1},)])
+def test_a_tree_made_without_pairs(children: Any) -> None:
+    with pytest.raises(ParamsError, match=r"^MultiKVCacheParams: expected "):
+        MultiKVCacheParams(children)
 
 
 @pytest.mark.parametrize("field", ["page_size", "num_layers", "n_kv_heads", "window_size"])

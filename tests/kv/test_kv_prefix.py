@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import subprocess
 import sys
@@ -54,6 +55,37 @@ def test_the_last_token_is_never_hashed() -> None:
     manager.step([ctx])
     assert start(manager, "b", range(12)).cached_prefix_length == 4
     assert len(manager.page_identities(TextContext("c", range(8)))) == 1
+
+
+def test_identities_follow_what_they_are_made_of() -> None:
+    """A request keeps those that were computed, for as long as they are its own."""
+    seeds = {"hash_seed": b"s" * 32}
+    managers = [make_cached(), make_cached(**seeds), make_cached(page_size=2)]
+    ctx = TextContext("a", range(9))
+
+    def fresh(manager: PagedKVCacheManager) -> list[bytes]:
+        own = {"cache_salt": ctx.cache_salt, "adapter": ctx.adapter, "is_private": ctx.is_private}
+        return manager.page_identities(TextContext("a", ctx.tokens, **own))
+
+    def require_own() -> list[bytes]:
+        for manager in managers:
+            assert manager.page_identities(ctx) == fresh(manager)
+            assert manager.page_identities(copy.deepcopy(ctx)) == fresh(manager)
+        return managers[0].page_identities(ctx)
+
+    first = require_own()
+    first.append(b"of the caller")
+    ctx.update(5)
+    for token in range(8):
+        ctx.update(token)
+    assert require_own()[:2] == first[:2]
+    assert len(require_own()) == 4
+    ctx.cache_salt = b"x"
+    salted = require_own()
+    ctx.adapter = "y"
+    assert not set(require_own()) & {*salted, *first}
+    ctx.is_private = True
+    assert require_own() == []
 
 
 def test_metrics_count_prefill_once() -> None:

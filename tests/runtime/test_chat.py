@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -13,11 +14,11 @@ from transformers import AutoTokenizer
 
 import kvgraph
 from kvgraph import Engine, SamplingParams
-from kvgraph.errors import ArtifactError, RequestError
-from kvgraph.runtime.artifact import Artifact
-from kvgraph.runtime.chat import Prompts
+from kvgraph.errors import ArtifactError, KVGraphError, RequestError
+from kvgraph.runtime.artifact import Artifact, verify
+from kvgraph.runtime.chat import Prompts, prompts_of
 from tests.runtime.scripted import assert_empty, greedy, scripted
-from tests.support.artifacts import TINY_LLAMA, Compiled
+from tests.support.artifacts import TINY_LLAMA, Compiled, rehash
 
 BOS, EOS = 0, 1
 CHAT = [
@@ -152,6 +153,34 @@ def test_how_a_model_is_sampled(
     if fields is not None:
         (tmp_path / "generation_config.json").write_text(json.dumps(fields))
     assert Prompts(tmp_path).default_sampling_params() == SamplingParams(**given)
+
+
+def test_files_that_the_manifest_does_not_list(compiled: Compiled, tmp_path: Path) -> None:
+    """They are not part of the artifact: no compile wrote them, and no check hashed them."""
+    folder = Path(shutil.copytree(compiled("llama"), tmp_path / "artifact"))
+    rehash(folder, without="generation_config.json")
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        shutil.copyfile(TINY_LLAMA / name, folder / name)
+    (folder / "special_tokens_map.json").write_text("damaged")
+    (folder / "generation_config.json").write_text('{"do_sample": true, "temperature": 0.6}')
+    (folder / "additional_chat_templates").mkdir()
+    (folder / "additional_chat_templates" / "more.jinja").write_text("of another artifact")
+    verify(folder)
+    with kvgraph.Engine(folder, num_pages=8) as engine:
+        assert engine.tokenizer is None
+        assert engine.default_sampling_params() == SamplingParams()
+        got = "got one that its manifest does not list; pass token ids"
+        with pytest.raises(
+            ArtifactError, match=f"expected tokenizer.json for a text prompt, {got}"
+        ):
+            engine.generate(["The"])
+        for template in (None, "more"):
+            with pytest.raises(KVGraphError, match=r"expected a .*template.*none"):
+                engine.render_chat(CHAT, chat_template=template)
+        assert len(engine.generate([[5]])[0].token_ids)
+    found = prompts_of(folder)
+    assert found.missing_chat_file == "tokenizer.json"
+    assert found.suggested_fields() == {}
 
 
 @pytest.mark.parametrize(

@@ -1,12 +1,15 @@
-"""Requests with equal prompts that start together: their pages are computed once."""
+"""Requests with equal prompts that start together: pages are computed once, and hashed once."""
 
 from __future__ import annotations
 
+from collections import Counter
+from hashlib import sha256
 from typing import Any
 
 import pytest
 
-from tests.runtime.simulation import Simulation, expected_output, ids, shape
+from kvgraph.kv.pool import identity as identity_module
+from tests.runtime.simulation import PAGE, Simulation, expected_output, ids, shape
 
 
 def sharing(count: int, *, pages: int = 60, budget: int = 768, rows: int = 16) -> Simulation:
@@ -103,3 +106,27 @@ def test_a_row_that_others_wait_for_is_cancelled(steps: int) -> None:
     computed = simulation.kv.get_metrics_aggregated().input_tokens
     assert computed == 41 + 1 + (1 if steps == 3 else 0)
     assert simulation.idle
+
+
+def test_admission_hashes_each_page_of_a_prompt_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It asks for its pages' identities to see if there is room, what to wait for, and to take them
+    (r1 in four steps, since r0 has the pages that it needs)."""
+    hashed = Counter[bytes]()
+
+    def counted(data: bytes) -> Any:
+        hashed[data] += 1
+        return sha256(data)
+
+    monkeypatch.setattr(identity_module, "sha256", counted)
+    simulation = Simulation(6, budget=24, prefix=True)
+    simulation.submit(range(13), 4)
+    simulation.submit(range(20, 36), 2)
+    simulation.submit(range(40, 53), 2)
+    assert shape(simulation.step()) == [("r0", 13)]
+    for _ in range(3):
+        assert shape(simulation.step()) == [("r0", 1)]
+    simulation.drain()
+    assert simulation.idle
+    pages = {data: count for data, count in hashed.items() if len(data) == 32 + 4 * PAGE}
+    assert len(pages) >= 3 + 3 + 3
+    assert set(pages.values()) == {1}

@@ -21,6 +21,7 @@ from kvgraph.kv.padded import PaddedKVCacheManager
 from kvgraph.kv.paged import PagedKVCacheManager
 from kvgraph.kv.requests import TextContext
 from tests.runtime.drive import inputs_of
+from tests.support.artifacts import TINY_LLAMA
 
 Compiled = Callable[..., Path]
 Step = tuple[Any, ModelInputs, KVCacheInputs]
@@ -203,15 +204,19 @@ def test_what_is_no_record(step: Step, given: Any, name: str) -> None:
 
 
 def test_an_engine_over_the_session_of_another_artifact(compiled: Compiled, tmp_path: Path) -> None:
-    """A copy of the artifact is the same one."""
+    """A copy of the artifact is the same one, and so is what a second compile makes."""
     own, other = compiled("tiny-llama"), compiled("tiny-llama", "torch")
     with pytest.raises(kvgraph.RequestError) as refused:
         kvgraph.Engine(own, session=kvgraph.load(other).session())
     assert str(refused.value) == (
-        f"session: expected one of {own}, got one of {other}, which is another artifact"
+        f"session: expected one of {own}, got one of {other}, which is another artifact: "
+        "model.onnx differs"
     )
     copy = shutil.copytree(own, tmp_path / "copy")
     assert kvgraph.Engine(own, session=kvgraph.load(copy).session()).generate([[5]])
+    again = tmp_path / "again"
+    kvgraph.compile(TINY_LLAMA, again, backend="onnx", page_size=16, check=False)
+    assert kvgraph.Engine(own, session=kvgraph.load(again).session()).generate([[5]])
 
 
 @pytest.mark.parametrize("kind", [ContinuousBatchingKVCacheManager, PaddedKVCacheManager])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -156,6 +156,27 @@ def test_pages_that_prompts_share_count_once(salts: tuple[bytes, bytes], accepte
     prompts = [[5] * (10 * PAGE) + [number] for number in range(60)]
     assert len(short.accepted(prompts[:1], salts[0])) == 1
     assert len(short.accepted(prompts[1:], salts[1])) == accepted - 1
+
+
+def test_pages_of_prompts_are_compared_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts that come together count like those that come one after the other."""
+    prompts = [[5] * (10 * PAGE) + [number] for number in range(6)]
+    one_by_one, together = Short(1, 30), Short(1, 30)
+    expected = [place.pages for place in one_by_one.accepted(prompts, b"a")]
+    compared: list[int] = []
+
+    def page(prompt: Sequence[int], number: int, size: int) -> Sequence[int]:
+        compared.append(number)
+        return prompt[number * size : (number + 1) * size]
+
+    monkeypatch.setattr("kvgraph.serve.load._page", page)
+    places = together.admission.admit(prompts, b"a")
+    assert [place.pages for place in places] == expected
+    assert compared == [number for number in range(10) for _ in "ab"] * 5
+    assert together.admission.num_open == together.admission.num_queued == 6
+    with pytest.raises(ServeError, match="queue: expected at most 1 requests"):
+        together.admission.admit(list(prompts_of(9)))
+    assert together.admission.num_open == 6
 
 
 def test_the_shortest_leaf_counts() -> None:

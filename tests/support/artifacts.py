@@ -56,11 +56,12 @@ def made(what: dict[str, Any], make: Callable[[Path], object]) -> Path:
     return folder
 
 
-def rehash(folder: Path) -> None:
-    """The manifest lists every file as it is now."""
+def rehash(folder: Path, without: str = "") -> None:
+    """The manifest lists every file as it is now, and no file `without`."""
     path = folder / "manifest.json"
     fields = json.loads(path.read_text())
     del fields["sha256"]
+    fields["files"].pop(without, None)
     for name in fields["files"]:
         entry = hash_files(folder, [name])[name]
         fields["files"][name] = {"size": entry.size, "chunks": entry.chunks}

@@ -18,6 +18,7 @@ from kvgraph.compiler.cache import LayerNeed
 from kvgraph.compiler.checkpoint_files import (
     INDEXES,
     PICKLED,
+    indexed,
     read_index,
     require_fetched,
     shard_paths,
@@ -38,7 +39,7 @@ from kvgraph.compiler.frontends.folder import (
 from kvgraph.compiler.frontends.found_instead import require_known_names
 from kvgraph.compiler.frontends.language_part import language_model
 from kvgraph.compiler.frontends.left_over import left_over, notes_of
-from kvgraph.compiler.frontends.lengths import most_tokens
+from kvgraph.compiler.frontends.lengths import most_tokens, with_current_name
 from kvgraph.compiler.frontends.loaded import load_weights
 from kvgraph.compiler.frontends.rope import longest as longest_of
 from kvgraph.compiler.frontends.rope import parameters_of, settle
@@ -123,7 +124,10 @@ def _load(
     is_part = text.model_type != config["model_type"]
     larger = _parse_config(transformers, folder, config) if is_part else None
     eos, bos = _tokens(folder, text, larger)
-    model, located = _with_weights(transformers, folder, config, text, larger, dtype, weightless)
+    with indexed(folder):
+        model, located = _with_weights(
+            transformers, folder, config, text, larger, dtype, weightless
+        )
     settled = settle(model, longest)
     decoder = Decoder(model)
     layers = probe(decoder, text.model_type, text.num_hidden_layers)
@@ -364,6 +368,9 @@ def _parse_config(transformers: ModuleType, folder: Path, config: Config) -> Pre
     try:
         named = {name: config[name] for name in DTYPE_FIELDS if name in config}  # as we read them
         dtypes = {name: given and getattr(torch, given) for name, given in named.items()}
+        if renamed := with_current_name(config):  # transformers renames too late
+            of_type = transformers.models.auto.CONFIG_MAPPING[config["model_type"]]
+            return of_type.from_dict(renamed, **dtypes)
         return transformers.AutoConfig.from_pretrained(folder, local_files_only=True, **dtypes)
     except Exception as error:
         reraise_if_signalled(error)

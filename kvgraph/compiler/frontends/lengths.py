@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
+from copy import deepcopy
 
 from kvgraph.errors import ModelError
 
 DYNAMIC, LINEAR, YARN = "dynamic", "linear", "yarn"
 ORIGINAL = "original_max_position_embeddings"
+
+LONG, FORMER = "longrope", "su"
+"""A rope type, and the name that Phi-3's first checkpoints give it."""
 
 RopeParameters = Mapping[str, object]
 """A configuration's `rope_parameters` or `rope_scaling`: for all layers, or by layer type."""
@@ -25,6 +29,23 @@ def most_tokens(given: RopeParameters, own: int) -> int:
     most = max([own, *(_most(each, own) for each in _by_layer_type(given))])
     # Linear frequencies by layer type (Gemma 3) come with the stretched length.
     return max(most, int(own * number(given, "factor"))) if _kind(given) == LINEAR else most
+
+
+def with_current_name(config: Mapping[str, object]) -> dict[str, object] | None:
+    """A copy of the configuration with LONG in place of the FORMER name; None without that name.
+
+    transformers' Phi-3 replaces it too, but only after it has read the original length, which it
+    then lacks; others do not know it.
+    """
+    found = deepcopy(dict(config))
+    parts = [part for part in (found, found.get("text_config")) if isinstance(part, dict)]
+    places = [part.get(field) for part in parts for field in ("rope_parameters", "rope_scaling")]
+    renamed = False
+    for place in places:
+        for name in ("rope_type", "type"):
+            if isinstance(place, dict) and place.get(name) == FORMER:
+                place[name], renamed = LONG, True
+    return found if renamed else None
 
 
 def number(given: RopeParameters, name: str) -> float:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from kvgraph.compiler.checkpoint_files import INDEX, INDEXES, PICKLED, WHOLE
+from kvgraph.compiler.checkpoint_files import INDEX, INDEXES, PICKLED, WHOLE, stored_tensors
 from kvgraph.compiler.frontends.left_over import incomplete
 from kvgraph.compiler.quiet import first_line, quiet_warnings
 from kvgraph.errors import ModelError
@@ -36,6 +36,7 @@ def load_weights(
 
     ModelError if weights cannot be read, are missing, or have other shapes.
     """
+    stored_tensors(folder)  # refuses shards that do not fit each other, or their index
     try:
         with quiet_warnings():
             model, info = transformers.AutoModelForCausalLM.from_pretrained(

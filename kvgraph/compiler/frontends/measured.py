@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from kvgraph.compiler.checkpoint_files import shard_paths, stored_tensors
+from kvgraph.compiler.checkpoint_files import indexed, shard_paths, stored_tensors
 from kvgraph.compiler.described import Experts, Linear, ModelSizes
 from kvgraph.compiler.frontends import huggingface
 from kvgraph.compiler.frontends.decoder import Decoder
@@ -82,7 +82,8 @@ def plain_weights(folder: Path, config: Config) -> dict[str, bool]:
     at_hand = paths and all(path.is_file() for path in paths)
     if given is None or given["quant_method"] == "gguf" or not at_hand:
         return {}
-    found, _ = weights_of(folder, config, stored_tensors(folder))
+    with indexed(folder):
+        found, _ = weights_of(folder, config, stored_tensors(folder))
     return {name: isinstance(each, Plain) for name, each in found.items()}
 
 

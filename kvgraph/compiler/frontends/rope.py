@@ -17,6 +17,7 @@ from torch import nn
 
 from kvgraph.compiler.frontends.lengths import (
     DYNAMIC,
+    LONG,
     ORIGINAL,
     RopeParameters,
     most_tokens,
@@ -29,7 +30,6 @@ from kvgraph.signal_handlers import reraise_if_signalled
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-LONG = "longrope"
 OWN_INIT = "rope_init_fn"
 """Attribute of Phi-MoE's rotary embedding, which calls it in each step, and has its own scales."""
 

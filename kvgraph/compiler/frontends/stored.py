@@ -273,7 +273,7 @@ def _sizes(folder: Path, family: Family, config: Config, layers: int, by_shape: 
         return _by_index(read_index(folder), expected, config, by_shape)
     shapes = {
         name: stored.shape
-        for name, stored in stored_tensors(folder).items()
+        for name, stored in stored_tensors(folder, expected).items()
         if not name.endswith(FREQUENCIES)
     }
     _require_names(set(shapes), expected)

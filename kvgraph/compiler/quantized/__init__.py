@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from kvgraph.compiler.checkpoint_files import StoredTensor
+from kvgraph.compiler.checkpoint_files import StoredTensor, shards_of
 from kvgraph.compiler.frontends.folder import INSTEAD, Config, quantization
 from kvgraph.compiler.quantized import (
     activations,
@@ -63,7 +63,7 @@ def weights_of(
         return {name: Plain(each) for name, each in readable.items()}, ""
     method = str(given["quant_method"])
     unread = {name: each.dtype for name, each in stored.items() if name not in readable}
-    parts = Parts(folder, method, readable, unread)
+    parts = Parts(folder, method, readable, unread, shards_of(folder))
     parts.taken.update(name for name in readable if name.endswith(LEFT))
     found = METHODS[method](parts, given)
     x_bits = activations.bits(given)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from kvgraph.compiler.checkpoint_files import StoredTensor
+from kvgraph.compiler.checkpoint_files import StoredTensor, misplaced
 from kvgraph.compiler.frontends.folder import INSTEAD, Config
 from kvgraph.compiler.values import Plain
 from kvgraph.errors import ModelError, UnsupportedError
@@ -46,6 +46,8 @@ class Parts:
     stored: Mapping[str, StoredTensor]
     unread: Mapping[str, str] = field(default_factory=dict)
     """Name of a tensor with a dtype that cannot be read -> that dtype."""
+    shards: Mapping[str, str] = field(default_factory=dict)
+    """Name of a tensor -> its shard by the index."""
     taken: set[str] = field(default_factory=set)
     kinds: set[str] = field(default_factory=set)
     """Texts that tell the user how weights are stored."""
@@ -62,10 +64,13 @@ class Parts:
     def find(self, name: str) -> Plain | None:
         """The tensor `name`, marked as taken; None if it is not stored.
 
-        ModelError if it has no elements. UnsupportedError if its dtype cannot be read.
+        ModelError if it has no elements, or only the index names it. UnsupportedError if its dtype
+        cannot be read.
         """
         if name in self.unread:
             raise self.refuse(name, "a dtype that is read", self.unread[name])
+        if name not in self.stored and name in self.shards:
+            raise misplaced(self.folder, name)
         if name not in self.stored:
             return None
         self.taken.add(name)

@@ -12,7 +12,7 @@ from hashlib import sha256
 import numpy as np
 import numpy.typing as npt
 
-from kvgraph.kv.requests import TextContext
+from kvgraph.kv.requests import PageChain, TextContext
 
 _DOMAIN = b"kvgraph-page-1"
 
@@ -31,11 +31,21 @@ class PoolSettings:
     def identities(self, ctx: TextContext) -> tuple[bytes, list[bytes]]:
         """Root, and digests of all full pages that do not hold the last token.
 
-        A private request has no digests: no page is looked up for it.
+        A private request has no digests: no page is looked up for it. A page is hashed once: the
+        request keeps its identities, since admission asks for them several times.
         """
-        root = chain_root(self.identity, ctx.adapter, self.hash_seed, ctx.cache_salt)
+        source = (self, ctx.adapter, ctx.cache_salt)
+        known = ctx.page_chain
+        if known is None or known.source != source:
+            root = chain_root(self.identity, ctx.adapter, self.hash_seed, ctx.cache_salt)
+            known = ctx.page_chain = PageChain(source, root, [])
         full = 0 if ctx.is_private else (ctx.current_length - 1) // self.page_size
-        return root, chain(root, ctx.tokens, self.page_size, 0, full)
+        hashed = len(known.digests)
+        if hashed < full:
+            last = known.digests[-1] if hashed else known.root
+            more = chain(last, ctx.tokens, self.page_size, hashed, full)
+            known = ctx.page_chain = known._replace(digests=known.digests + more)
+        return known.root, known.digests[:full]
 
 
 def chain_root(identity: bytes, adapter: str, hash_seed: bytes | None, cache_salt: bytes) -> bytes:

@@ -19,7 +19,7 @@ from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
 from starlette.applications import Starlette
 
-from kvgraph.runtime.chat import Prompts
+from kvgraph.runtime.chat import prompts_of
 from kvgraph.runtime.engine import Engine
 from kvgraph.serve.app import make_app
 from kvgraph.serve.facts import EngineFacts
@@ -120,7 +120,7 @@ class FleetService(Service):
 
     async def load(self) -> None:
         """Load the tokenizer, and wait for the first replica."""
-        prompts = await asyncio.to_thread(Prompts, self._folder)
+        prompts = await asyncio.to_thread(prompts_of, self._folder)
         while (facts := await self._facts()) is None:
             await asyncio.sleep(LOOK_SECONDS)
         prefill = None if self._prefill is None else self._compute

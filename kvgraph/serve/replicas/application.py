@@ -24,7 +24,7 @@ from ray.serve.schema import ApplicationStatusOverview
 from starlette.applications import Starlette
 
 from kvgraph.errors import RequestError
-from kvgraph.runtime.chat import Prompts
+from kvgraph.runtime.chat import prompts_of
 from kvgraph.runtime.engine import Engine
 from kvgraph.serve.log import write_line, write_text
 from kvgraph.serve.options import ServeOptions
@@ -118,7 +118,8 @@ def serve_replicas(
     RAY_ADDRESS names the cluster; without it, Ray is started on this machine. RequestError with the
     first error if no replica starts; OSError if the address is not available.
     """
-    sampling = Prompts(folder).suggested_fields() if options.uses_generation_config else {}
+    uses_config = options.uses_generation_config
+    sampling = prompts_of(folder).suggested_fields() if uses_config else {}
     ending = _Ending()
     ending.listen()
     _connect()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 import warnings
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -104,10 +105,11 @@ def test_an_index_that_is_restarted_as_an_ingress_starts(artifact: Path) -> None
 
 
 def test_an_ingress_that_cannot_be_ready_is_unhealthy(artifact: Path, tmp_path: Path) -> None:
-    (tmp_path / "tokenizer.json").write_text("damaged")
+    folder = Path(shutil.copytree(artifact, tmp_path / "damaged"))
+    (folder / "tokenizer.json").write_text("damaged")
 
     async def task(local: Local) -> None:
-        own = service(tmp_path, local, Handle(local.index))
+        own = service(folder, local, Handle(local.index))
         ingress = application._Ingress([])
         ingress.app = Starlette()
         ingress.app.state.service = own
