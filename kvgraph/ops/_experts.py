@@ -9,6 +9,9 @@ Decisions, by `benchmarks/experts.py`:
   and summed in the router's order.
 - An index of -1 is no expert: if the experts are divided among ranks, another rank has it. It adds
   nothing and costs nothing, for any weight.
+- Weights are mapped from a file, and may be larger than memory. A call asks the system for missing
+  pages of its experts before it touches them: else the system would read their neighbours too. It
+  looks for such pages only soon after the process waited for one.
 - The router stays outside, in float32: a wrong expert costs more than the router's few weights.
 
 Legend: M rows, A experts of a row, E experts, K in_features, I inner_features.

@@ -41,6 +41,7 @@ struct Kept {
   std::vector<char> rows;      // prepared rows of slots
   std::vector<float> scales, inner, outer;
   std::vector<Linear> jobs;
+  Reads reads;
 };
 
 Experts read(const Operands& in) {
@@ -118,6 +119,15 @@ int64_t sort_by_expert(const Experts& op, Kept& kept) {
   return first[op.count];
 }
 
+// Starts to read what is missing of all experts that have rows.
+void start_reads(const Experts& op, Kept& kept) {
+  for (int64_t e = 0; e < op.count; ++e) {
+    if (kept.first[static_cast<size_t>(e)] == kept.first[static_cast<size_t>(e + 1)]) continue;
+    start_reads(of_expert(op.up, e), kept.reads);
+    start_reads(of_expert(op.down, e), kept.reads);
+  }
+}
+
 // Makes a job for each expert that has rows: a copy of `like` with the expert's weights and slots.
 void make_jobs(const Linear& like, Kept& kept, int64_t stride, float* out, int64_t width) {
   kept.jobs.clear();
@@ -141,6 +151,7 @@ void add(const float* x, float* out, int64_t count) {
 
 void run_block(const kvg_call& call, const LinearKernels& run, const Experts& op, Kept& kept) {
   const int64_t slots = sort_by_expert(op, kept);
+  if (kept.reads.expected(op.rows)) start_reads(op, kept);
   const int64_t wide = stride_of(run, op.up), narrow = stride_of(run, op.down);
   kept.rows.resize(static_cast<size_t>(slots * std::max(wide, narrow)));
   kept.scales.resize(static_cast<size_t>(slots));

@@ -168,6 +168,17 @@ Linear of_expert(Linear job, int64_t expert) {
   return job;
 }
 
+void start_reads(const Linear& job, Reads& reads) {
+  const int64_t bytes = job.panels * job.group_count() * kColumns;  // of a byte for each group
+  const auto floats = static_cast<int64_t>(sizeof(float));
+  reads.start(job.lines, job.panels * job.panel_bytes());
+  reads.start(job.scales, job.panels * job.scale_count() * kColumns * floats);
+  reads.start(job.multipliers, bytes / 2);
+  reads.start(job.byte_scales, bytes);
+  reads.start(job.offsets, bytes);
+  reads.start(job.bias, job.panels * kColumns * floats);
+}
+
 int64_t stride_of(const LinearKernels& run, const Linear& job) {
   return run.row_bytes(job) + kLine;
 }

@@ -6,6 +6,7 @@
 #include "cpu/check.h"
 #include "cpu/linear.h"
 #include "cpu/parallel.h"
+#include "cpu/reads.h"
 
 namespace kvg {
 
@@ -25,6 +26,9 @@ void check_summed(const Operands& in, const Linear& job, int64_t width, const ch
 
 // The same weights of another expert.
 Linear of_expert(Linear job, int64_t expert);
+
+// Starts to read what is missing of the weights of `job`.
+void start_reads(const Linear& job, Reads& reads);
 
 // Bytes from one prepared row to the next: a line more than a row, which is often a power of two of
 // bytes, so that rows of a tile are in different sets of the cache.
