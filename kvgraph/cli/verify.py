@@ -14,7 +14,7 @@ from kvgraph.cli.console import print_json, stdout, summary, terminable, working
 from kvgraph.cli.options import ArtifactFolder, Json
 from kvgraph.cli.show import ratio, titled
 from kvgraph.contract.sizes import size_text
-from kvgraph.errors import RequestError
+from kvgraph.errors import ArtifactError, RequestError
 from kvgraph.plural import plural
 from kvgraph.progress import task
 
@@ -39,6 +39,11 @@ def verify(
     """Hash every file of an artifact and compare it with the manifest."""
     if record and not execute:
         raise RequestError("--record: expected --execute beside it, got none")
+    if record and artifact.is_dir() and not os.access(artifact, os.W_OK, effective_ids=True):
+        raise ArtifactError(
+            f"{artifact}: expected a folder that can be written to for --record, got a read-only "
+            "one; copy it, or leave --record out"
+        )
     from kvgraph.runtime.artifact import verify as verify_artifact
 
     with working("hashing"):

@@ -11,6 +11,7 @@ from typing import Any
 from kvgraph.compiler.described import ModelSizes
 from kvgraph.compiler.fitting import Fit, PlanRequest, RankedModel, fit, would_fit
 from kvgraph.compiler.frontends import stored
+from kvgraph.compiler.frontends.counts import require_counts
 from kvgraph.compiler.frontends.folder import checkpoint_dtype, quantization, read_config
 from kvgraph.compiler.frontends.found_instead import require_known_names
 from kvgraph.compiler.frontends.gguf import as_folder
@@ -114,6 +115,7 @@ def plan_deployment(
     with as_folder(folder) as opened:
         config = read_config(opened)
         require_known_names(opened)
+        require_counts(opened, config)
         dtype = dtype or checkpoint_dtype(config)
         is_quantized = quantization(config) is not None
         weights = request.settled_weights(dtype, is_quantized=is_quantized)

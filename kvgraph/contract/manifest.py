@@ -25,11 +25,14 @@ from kvgraph.contract.manifest_values import (
     require_counts,
     require_known,
     require_layers,
+    require_model,
     require_plain_text,
+    require_profile,
 )
 from kvgraph.contract.mixtures import Mixture
 from kvgraph.contract.plain import JsonObject, from_plain, to_json, to_plain
 from kvgraph.contract.signature import GraphSignature
+from kvgraph.contract.versions import of_other, read_from
 from kvgraph.errors import ArtifactError
 
 MANIFEST_NAME = "manifest.json"
@@ -255,18 +258,19 @@ def read_manifest(folder: Path) -> Manifest:
         if version != SCHEMA_VERSION:
             raise ArtifactError(
                 f"{path}: schema_version: expected {SCHEMA_VERSION} from this kvgraph, "
-                f"got {version}"
+                f"got {version}{of_other(fields.get('kvgraph_version'))}"
             )
         require_plain_text(fields)
         fields = _checked(path, fields)
         engine = fields.get("engine")
         if isinstance(engine, dict) and engine.get("refit") == []:
             del engine["refit"]  # earlier versions wrote it, always empty
-        manifest = from_plain(Manifest, fields)
-        for name in (*manifest.files, *manifest.nondeterministic_files):
-            inside_folder(folder, name)
-        require_known(fields, to_plain(manifest))
-        _require_values(manifest)
+        with read_from(path, fields.get("kvgraph_version")):
+            manifest = from_plain(Manifest, fields)
+            for name in (*manifest.files, *manifest.nondeterministic_files):
+                inside_folder(folder, name)
+            require_known(fields, to_plain(manifest))
+            _require_values(manifest)
         return manifest
 
 
@@ -323,10 +327,10 @@ def _require_values(manifest: Manifest) -> None:
                 f"files.{name}: expected {count} chunks for {entry.size} bytes, "
                 f"got {len(entry.chunks)}"
             )
-    for field_name in ("vocab_size", "max_seq_len"):
-        value = getattr(manifest.model, field_name)
-        if value < 1:
-            raise ValueError(f"model.{field_name}: expected >= 1, got {value}")
+    require_model(to_plain(manifest.model))
+    dims = {dim for binding in manifest.inputs for dim in binding.dims}
+    for index, profile in enumerate(manifest.engine.profiles if manifest.engine else []):
+        require_profile(f"engine.profiles[{index}]", to_plain(profile), dims)
     for field_name, expected in (
         ("dtype", ACTIVATIONS),
         ("weights", (*WEIGHTS, manifest.dtype)),

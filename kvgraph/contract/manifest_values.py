@@ -6,13 +6,49 @@ import re
 from collections.abc import Mapping, Sequence, Set
 from typing import TYPE_CHECKING
 
-from kvgraph.contract.plain import to_plain
+from kvgraph.contract.dims import Dim, split_dim
+from kvgraph.contract.plain import JsonObject, to_plain
 
 if TYPE_CHECKING:
     from kvgraph.contract.params import KVCacheParams
 
 NOT_PLAIN = re.compile(r"[\x00-\x1f\x7f-\x9f\ud800-\udfff]")
 """Control characters, and surrogates, which UTF-8 cannot encode: a manifest has neither."""
+
+
+MOST = (1 << 31) - 1
+"""The largest number of rows or tokens: graphs have them in int32."""
+
+
+def require_model(model: JsonObject) -> None:
+    """Raise ValueError for sizes or token ids that no graph can have. End tokens beyond the
+    vocabulary are plain: some checkpoints have them."""
+    for name in ("vocab_size", "max_seq_len"):
+        value = model[name]
+        if value < 1:
+            raise ValueError(f"model.{name}: expected >= 1, got {value}")
+        if value > MOST:
+            raise ValueError(f"model.{name}: expected <= {MOST}, got {value}")
+    begin = [] if model["bos_token_id"] is None else [model["bos_token_id"]]
+    for name, ids in (("eos_token_ids", model["eos_token_ids"]), ("bos_token_id", begin)):
+        for value in ids:
+            if not -MOST <= value <= MOST:
+                raise ValueError(f"model.{name}: expected an id of 32 bits, got {value}")
+
+
+def require_profile(where: str, profile: JsonObject, dims: Set[Dim]) -> None:
+    """Raise ValueError unless a profile has extents of each symbol in `dims`, in order."""
+    wanted = {split_dim(dim)[0] for dim in dims} - {""}
+    for name in ("min", "opt", "max"):
+        for symbol in sorted(wanted - profile[name].keys()):
+            raise ValueError(f"{where}.{name}: expected an extent of {symbol!r}, got none")
+    for symbol in sorted(wanted):
+        least, best, most = (profile[name][symbol] for name in ("min", "opt", "max"))
+        if not 0 <= least <= best <= most <= MOST:
+            raise ValueError(
+                f"{where}: {symbol}: expected min <= opt <= max from 0 to {MOST}, got {least}, "
+                f"{best} and {most}"
+            )
 
 
 def require_known(given: object, known: object, where: str = "") -> None:

@@ -1,10 +1,20 @@
-"""Versions of installed distributions."""
+"""Versions of installed distributions, and of the kvgraph that wrote a file."""
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib import metadata
+from pathlib import Path
+
+from kvgraph.errors import ArtifactError
 
 UNKNOWN = "unknown"
+
+VERSION = re.compile(r"[\w.+!-]{1,40}", re.ASCII)
+
+AGAIN = "compile the model again"
 
 
 def version_of(distribution: str = "kvgraph") -> str:
@@ -14,3 +24,33 @@ def version_of(distribution: str = "kvgraph") -> str:
         return metadata.version(distribution)
     except metadata.PackageNotFoundError:
         return UNKNOWN
+
+
+def other_version(written: object) -> str | None:
+    """The version of the kvgraph that wrote a file, if it is known and is not this one's."""
+    known = isinstance(written, str) and VERSION.fullmatch(written) and written != UNKNOWN
+    return str(written) if known and version_of() not in (UNKNOWN, written) else None
+
+
+def of_other(written: object) -> str:
+    """Text for an error about a number that another version wrote: that version, if it is known,
+    and the next step."""
+    other = other_version(written)
+    step = f" of kvgraph {other}; install that version, or {AGAIN}" if other else f"; {AGAIN}"
+    return f"{step} with {version_of()}" if version_of() != UNKNOWN else step
+
+
+@contextmanager
+def read_from(path: Path, written: object) -> Iterator[None]:
+    """Say that another version wrote the file `path`, if one did and the file cannot be read: it is
+    not damaged then. ValueErrors of a file of this version pass."""
+    try:
+        yield
+    except ValueError as error:
+        other = None if isinstance(error, ArtifactError) else other_version(written)
+        if other is None:
+            raise
+        raise ArtifactError(
+            f"{path}: expected a file of kvgraph {version_of()}, got one of {other}, which has "
+            f"other fields ({error}); install that version, or {AGAIN} with {version_of()}"
+        ) from error

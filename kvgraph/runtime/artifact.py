@@ -11,11 +11,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from kvgraph.contract.backends import OURS, find_backend
-from kvgraph.contract.file_names import ONNX_NAME, PROGRAM_NAME, WEIGHTS_NAME
+from kvgraph.contract.file_names import ENGINE_NAME, ONNX_NAME, PROGRAM_NAME, WEIGHTS_NAME
 from kvgraph.contract.files import as_path
 from kvgraph.contract.manifest import MANIFEST_NAME, Binding, read_manifest
 from kvgraph.contract.params import KVCacheParams, KVCacheStrategy
 from kvgraph.contract.signature import GraphSignature
+from kvgraph.contract.versions import AGAIN, of_other
 from kvgraph.errors import ArtifactError, RequestError, UnsupportedError
 from kvgraph.ops.specs import ABI_VERSION
 from kvgraph.runtime.external import require_places
@@ -142,7 +143,7 @@ class Artifact(ArtifactFolder):
         if manifest.op_abi_version != ABI_VERSION:
             raise ArtifactError(
                 f"{where}: op_abi_version: expected {ABI_VERSION} from this kvgraph, "
-                f"got {manifest.op_abi_version}"
+                f"got {manifest.op_abi_version}{of_other(manifest.kvgraph_version)}"
             )
         try:
             backend = find_backend(manifest.backend)
@@ -155,6 +156,11 @@ class Artifact(ArtifactFolder):
                 raise ArtifactError(
                     f"{where}: files: expected {name} for backend {manifest.backend!r}, got none"
                 )
+        if manifest.backend == "tensorrt" and not (manifest.engine and manifest.engine.profiles):
+            raise ArtifactError(
+                f"{where}: engine: expected what built {ENGINE_NAME} and its profiles, got "
+                f"{'none' if manifest.engine is None else 'no profile'}; {AGAIN}"
+            )
         try:
             params = self.params()
             record = params.get_symbolic_inputs()[0]

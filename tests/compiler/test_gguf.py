@@ -144,18 +144,18 @@ def test_frequencies_of_llama_3(tmp_path: Path) -> None:
             {"llama__block_count_": 8, "extra": "blk.0.attn_q_norm.weight"},
             "blk.0.attn_q_norm.weight: expected tensors of 'llama' alone, got one that it lacks; ",
         ),
-        ({"split__count": "two"}, "split.count: expected a number, got 'two'; compile the check"),
+        ({"split__count": "two"}, "split.count: expected a whole number, got 'two'; compile "),
         (
             {"llama__rope__dimension_count": "x"},
-            "llama.rope.dimension_count: expected a number, got 'x'; compile the checkpoint",
+            "llama.rope.dimension_count: expected a whole number, got 'x'; compile the checkpoint",
         ),
         (
             {"tokenizer__ggml__eos_token_id": "x"},
-            "tokenizer.ggml.eos_token_id: expected a number, got 'x'; compile the checkpoint",
+            "tokenizer.ggml.eos_token_id: expected a whole number, got 'x'; compile the checkpoint",
         ),
         (
             {"tokenizer__ggml__bos_token_id": 1.5},
-            "cannot read the configuration: Validation error for field 'bos_token_id': TypeError",
+            "tokenizer.ggml.bos_token_id: expected a whole number, got 1.5; compile the checkpoint",
         ),
         (
             {"llama__rope__dimension_count": 8},

@@ -268,7 +268,7 @@ def test_a_pattern_of_windows_that_the_file_names(tmp_path: Path) -> None:
         (
             "gpt-oss",
             {"gpt-oss__attention__sliding_window_pattern": "x"},
-            "sliding_window_pattern: expected a number, or one for each of 3 layers, got 'x'; comp",
+            "sliding_window_pattern: expected a whole number or a list of true or false, got 'x'; ",
         ),
         (
             "phi3",

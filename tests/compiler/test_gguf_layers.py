@@ -133,7 +133,7 @@ def test_tokens_are_those_of_transformers(name: str, tmp_path: Path) -> None:
 
 
 WIDTHS = {"gemma4__feed_forward_length": [96, 96, 192, 96]}
-THRICE = {"gemma4__feed_forward_length": [96, 96, 288, 288]}
+THRICE = {"gemma4__feed_forward_length": [64, 64, 192, 192]}
 HEADS = {"gemma4__attention__head_count_kv": [2, 1, 2, 1]}
 FEW = {"gemma4__attention__head_count_kv": [2, 1]}
 PATTERN = {"gemma4__attention__sliding_window_pattern": [True]}

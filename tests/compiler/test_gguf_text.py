@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -353,7 +354,13 @@ BYTES, PIECES = gguf_files.byte_level("gpt-2", {"<s>": 3}), gguf_files.sentencep
         (without(BYTES, "tokens"), "tokens: expected a list, got none; compile the checkpoint"),
         (without(BYTES, "merges"), "merges: expected a list, got none; compile the checkpoint"),
         (without(PIECES, "scores"), "scores: expected a list, got none; compile the checkpoint"),
-        (PIECES | {"scores": "abc"}, "scores: expected a list, got 'abc'; compile the checkpoint"),
+        (PIECES | {"scores": "abc"}, "scores: expected a list of finite numbers, got 'abc'; comp"),
+        (BYTES | {"token_type": "abc"}, "token_type: expected a list of whole numbers, got 'abc';"),
+        (BYTES | {"add_bos_token": "no"}, "add_bos_token: expected true or false, got 'no'; comp"),
+        (BYTES | {"pre": ["gpt-2"]}, "pre: expected text, got ['gpt-2']; compile the checkpoint"),
+        (BYTES | {"eot_token_id": math.nan}, "eot_token_id: expected a whole number, got nan; co"),
+        (PIECES | {"unknown_token_id": math.inf}, "unknown_token_id: expected a whole number, go"),
+        (PIECES | {"scores": [math.nan] * 264}, "scores: expected a list of finite numbers, got "),
         (PIECES | {"scores": [0.0]}, "scores: expected 264, one of each token, got 1; compile the"),
         (
             PIECES | {"tokens": [*PIECES["tokens"][:-1], "hix"]},

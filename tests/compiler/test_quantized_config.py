@@ -49,6 +49,15 @@ GPTQ, AWQ, COMPRESSED = (quantized.FORMS[name][0] for name in ("gptq", "awq", "w
             GPTQ | {"checkpoint_format": "marlin"},
             "checkpoint_format: expected one of ['gptq",
         ),
+        *(
+            (
+                "gptq",
+                GPTQ | {name: ["gptq"]},
+                "checkpoint_format: expected one of ['gptq', 'gptq_v2'], got ['gptq']; compile",
+            )
+            for name in ("checkpoint_format", "format")
+        ),
+        ("gptq", GPTQ | {"bits": 4.0}, "gptq: bits: expected 2, 4 or 8, got 4.0; "),
         (
             "nvfp4",
             {"quant_method": "modelopt", "quant_algo": "W4A8_NVFP4_FP8"},

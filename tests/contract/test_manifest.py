@@ -19,11 +19,13 @@ from rich.console import Console
 
 import kvgraph
 from kvgraph.cli.show import show
+from kvgraph.contract.dims import split_dim
 from kvgraph.contract.manifest import read_manifest, write_manifest
 from kvgraph.contract.plain import to_json
 from kvgraph.errors import ArtifactError, KVGraphError
 from kvgraph.runtime.artifact import verify
 from tests.support.command_line import run
+from tests.support.outputs import another_user
 
 Compiled = Callable[..., Path]
 Way = tuple[str | int, ...]
@@ -72,6 +74,34 @@ def test_an_empty_field_of_earlier_versions(artifact: Path) -> None:
     write(artifact, fields_of(artifact) | {"engine": engine | {"refit": ["a"]}})
     with pytest.raises(ArtifactError, match=r"engine\.refit: expected no field of this name"):
         read_manifest(artifact)
+
+
+@pytest.mark.parametrize(
+    ("name", "extents", "message"),
+    [
+        ("min", {}, r"engine\.profiles\[0\]\.min: expected an extent of 'batch_size', got none"),
+        (
+            "min",
+            {"batch_size": 9},
+            "batch_size: expected min <= opt <= max from 0 to .*, got 9, 2 ",
+        ),
+        ("max", {"batch_size": 1 << 70}, "batch_size: expected min <= opt <= max from 0 to 21474"),
+    ],
+)
+def test_a_profile_that_is_not_whole(
+    artifact: Path, name: str, extents: dict[str, int], message: str
+) -> None:
+    fields = fields_of(artifact)
+    dims = {split_dim(dim)[0]: 2 for each in fields["inputs"] for dim in each["dims"]}
+    profile: dict[str, Any] = {each: dict(dims) for each in ("min", "opt", "max")}
+    engine = {"module": "tensorrt", "version": "10.0", "archs": [], "profiles": [profile]}
+    write(artifact, fields | {"engine": engine | {"profiles": [profile | {"name": "decode"}]}})
+    read_manifest(artifact)
+    profile |= {"name": "decode", name: dims | extents if extents else {}}
+    write(artifact, fields | {"engine": engine})
+    for read in (kvgraph.load, verify, inspect):
+        with pytest.raises(ArtifactError, match=message):
+            read(artifact)
 
 
 @pytest.mark.parametrize("text", ["a\nb", "a\x1b[2J", "a\udcff"])
@@ -130,6 +160,9 @@ def test_any_field_of_another_kind(model: str, compiled: Compiled, tmp_path: Pat
         (("files", "model.onnx", "size"), -1, r"files.model.onnx: expected 0 chunks for -1 bytes"),
         (("model", "max_seq_len"), 0, "model.max_seq_len: expected >= 1, got 0"),
         (("model", "vocab_size"), -1, "model.vocab_size: expected >= 1, got -1"),
+        (("model", "max_seq_len"), 1 << 70, r"model.max_seq_len: expected <= 2147483647, got 118"),
+        (("model", "bos_token_id"), 1 << 70, "model.bos_token_id: expected an id of 32 bits, got "),
+        (("model", "eos_token_ids"), [1 << 70], "model.eos_token_ids: expected an id of 32 bits"),
     ],
 )
 def test_values_that_no_compile_writes(
@@ -203,3 +236,16 @@ def test_a_quality_that_divides_by_nothing(artifact: Path) -> None:
     outcome = run("inspect", artifact)
     assert outcome.code == 2
     assert "quality.reference_perplexity: expected > 0, got 0" in outcome.err
+
+
+def test_a_read_only_folder_is_refused_before_kernels_run(artifact: Path) -> None:
+    artifact.chmod(0o555)
+    with another_user(artifact):
+        found = run("verify", artifact, "--execute", "--record")
+    artifact.chmod(0o755)
+    assert found.code == 2
+    assert found.out == ""
+    assert found.err == (
+        f"kvgraph: {artifact}: expected a folder that can be written to for --record, got a "
+        "read-only one; copy it, or leave --record out\n"
+    )

@@ -14,6 +14,7 @@ pytest.importorskip("onnx", reason="the fake runtime evaluates ONNX graphs")
 
 import kvgraph
 from kvgraph import SamplingParams, TextContext
+from kvgraph.contract.manifest import write_manifest
 from kvgraph.errors import (
     ArtifactError,
     BindingError,
@@ -22,6 +23,7 @@ from kvgraph.errors import (
     KernelError,
     MissingDependencyError,
 )
+from kvgraph.runtime.artifact import verify
 from tests.runtime.drive import prefill
 from tests.runtime.fake_tensorrt import FakeContext
 from tests.runtime.tensorrt_machine import ONE_TOKEN, Machine, manager_of
@@ -84,12 +86,19 @@ def test_a_module_that_is_not_tensorrt_is_not_imported(gpu: Machine) -> None:
 
 @pytest.mark.parametrize("engine", [None, {"profiles": []}])
 def test_a_manifest_without_an_engine(gpu: Machine, engine: dict[str, Any] | None) -> None:
-    artifact = gpu.artifact(engine=engine)
-    if engine is None:
-        manifest = dataclasses.replace(artifact.manifest, engine=None)
-        artifact = dataclasses.replace(artifact, manifest=manifest)
-    with pytest.raises(ArtifactError, match=r"engine: expected what built model\.engine"):
-        artifact.session()
+    """Where it is read, verified or asked for a session."""
+    artifact = gpu.artifact()
+    info = engine and dataclasses.replace(artifact.manifest.engine, **engine)  # type: ignore[type-var]
+    manifest = dataclasses.replace(artifact.manifest, engine=info)
+    write_manifest(artifact.folder, manifest)
+    read = (
+        kvgraph.load,
+        verify,
+        lambda _: dataclasses.replace(artifact, manifest=manifest).session(),
+    )
+    for each in read:
+        with pytest.raises(ArtifactError, match=r"engine: expected what built model\.engine"):
+            each(artifact.folder)
 
 
 def test_a_machine_without_a_driver(gpu: Machine, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -331,7 +331,7 @@ def sentencepiece(**more: Any) -> dict[str, Any]:
 def _add(writer: Any, key: str, value: Any) -> None:
     import gguf
 
-    kinds = {str: "STRING", bool: "BOOL", int: "UINT32", float: "FLOAT32"}
+    kinds = {str: "STRING", bytes: "STRING", bool: "BOOL", int: "UINT32", float: "FLOAT32"}
     if isinstance(value, list):
         writer.add_array(key, value)
     else:

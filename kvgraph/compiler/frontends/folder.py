@@ -6,6 +6,7 @@ This module imports no framework, so a wrong folder is refused at once, and on a
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -56,6 +57,12 @@ DTYPE_FIELDS = ("dtype", "torch_dtype")
 FULL, SLIDING = "full_attention", "sliding_attention"
 """Types of layers without a window, and with one."""
 
+NO_LIMIT = "time_step_limit"
+"""A field in which an infinite number is plain: it means that there is no limit."""
+
+TAGGED = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
+"""Values of `{"__float__": ...}`, as transformers writes numbers that JSON does not have."""
+
 FLOATS = tuple(dtype.name for dtype in ALL if dtype.kind == "float")
 
 GGUF_MAGIC = b"GGUF"
@@ -88,6 +95,7 @@ def read_config(folder: Path) -> Config:
     config = read_json(path)
     if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
         raise ModelError(f"{path}: expected a model_type, got none")
+    _require_finite(path, config)
     beside = folder / MODELOPT_CONFIG
     if beside.is_file() and quantization(config) is None:
         given = read_json(beside)
@@ -111,6 +119,22 @@ def read_json(path: Path) -> object:
         raise
     except (OSError, ValueError, RecursionError) as error:
         raise ModelError(f"{path}: expected JSON, got a damaged file ({error})") from error
+
+
+def _require_finite(path: Path, config: Mapping[str, object]) -> None:
+    """Raise ModelError for a number that is not finite: Python reads Infinity and NaN in JSON, and
+    a model of them compiles, with logits that are all equal."""
+    left: list[tuple[str, object]] = list(config.items())
+    while left:
+        name, value = left.pop()
+        if isinstance(value, dict) and isinstance(value.get("__float__"), str):
+            value = TAGGED.get(value["__float__"])
+        if isinstance(value, float) and not math.isfinite(value):
+            raise ModelError(f"{path}: {name}: expected a finite number, got {value}; correct it")
+        if isinstance(value, dict):
+            left += [(f"{name}: {own}", each) for own, each in value.items() if own != NO_LIMIT]
+        elif isinstance(value, list) and name != NO_LIMIT:
+            left += [(name, each) for each in value]
 
 
 def _settle_dtypes(path: Path, config: dict[str, object]) -> None:

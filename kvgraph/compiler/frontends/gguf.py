@@ -17,26 +17,31 @@ from kvgraph.compiler.checkpoint_files import CONFIG
 from kvgraph.compiler.frontends.folder import is_gguf
 from kvgraph.compiler.frontends.gguf_architectures import ARCHITECTURES
 from kvgraph.compiler.frontends.gguf_config import configuration
-from kvgraph.compiler.frontends.gguf_file import (
-    SAMPLING,
+from kvgraph.compiler.frontends.gguf_fields import (
+    OF_FILE,
     field,
+    refuse,
+    require_counts,
+    require_fields,
+    require_kinds,
+)
+from kvgraph.compiler.frontends.gguf_file import (
     generation,
     is_decoded,
     nearest_bits,
     open_file,
-    refuse,
-    require_numbers,
-    require_sizes,
     told_of,
 )
-from kvgraph.compiler.frontends.gguf_tokenizer import ENDS, ROLES, write_tokenizer
+from kvgraph.compiler.frontends.gguf_tokenizer import write_tokenizer
 from kvgraph.compiler.quiet import quiet_loggers
 from kvgraph.contract.generation import GENERATION
 from kvgraph.contract.leftovers import scratch
 from kvgraph.errors import UnsupportedError
 
 if TYPE_CHECKING:
-    from gguf import GGUFReader, ReaderTensor
+    from gguf import ReaderTensor
+
+    from kvgraph.compiler.frontends.gguf_reader import Reader
 
 OTHER_FILES = {
     "adapter": (
@@ -88,7 +93,7 @@ def _write(path: Path, folder: Path) -> None:
         write_tokenizer(path, reader, folder)
 
 
-def _require_model(path: Path, reader: GGUFReader) -> None:
+def _require_model(path: Path, reader: Reader) -> None:
     """Raise UnsupportedError for a file that is no model."""
     given, of = field(reader, "general.type"), field(reader, "general.architecture")
     what = OTHER_FILES.get(str(given)) or OTHER_FILES.get(str(of))
@@ -98,15 +103,15 @@ def _require_model(path: Path, reader: GGUFReader) -> None:
         raise UnsupportedError(f"{path}: expected a GGUF file of a model, got {what}")
 
 
-def _require_readable(path: Path, reader: GGUFReader) -> str:
+def _require_readable(path: Path, reader: Reader) -> str:
     """The architecture of a file that can be read. UnsupportedError for any other."""
+    require_kinds(path, reader, OF_FILE)
     _require_model(path, reader)
     kind = str(field(reader, "general.architecture"))
     if kind not in ARCHITECTURES:
         raise refuse(path, "general.architecture", f"one of {list(ARCHITECTURES)}", repr(kind))
-    tokens = (f"tokenizer.ggml.{name}_token_id" for name in (*ROLES.values(), *ENDS))
-    require_numbers(path, reader, [*tokens, *SAMPLING])
-    require_sizes(path, reader, kind)
+    require_fields(path, reader, kind)
+    require_counts(path, reader, kind)
     for tensor in reader.tensors:
         if not is_decoded(tensor.tensor_type):
             wanted = "a type that the gguf package decodes"

@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from kvgraph.compiler.frontends.folder import FULL, SLIDING
-from kvgraph.compiler.frontends.gguf_file import Metadata, entries
+from kvgraph.compiler.frontends.gguf_fields import entries
+from kvgraph.compiler.frontends.gguf_file import Metadata
 from kvgraph.compiler.frontends.gguf_gemma import gemma2, gemma3, gemma4
 from kvgraph.compiler.frontends.gguf_layers import (
     MIXTRAL,

@@ -9,14 +9,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvgraph.compiler.frontends.gguf_architectures import ARCHITECTURES
-from kvgraph.compiler.frontends.gguf_file import Metadata, converting, entries, field
+from kvgraph.compiler.frontends.gguf_fields import entries, field
+from kvgraph.compiler.frontends.gguf_file import Metadata, converting
 from kvgraph.compiler.frontends.gguf_norms import EPSILONS
 from kvgraph.compiler.frontends.gguf_rope import rope
 from kvgraph.compiler.frontends.gguf_tokenizer import ends
 from kvgraph.contract.plain import JsonObject
 
 if TYPE_CHECKING:
-    from gguf import GGUFReader
+    from kvgraph.compiler.frontends.gguf_reader import Reader
 
 FIELDS = {
     "context_length": "max_position_embeddings",
@@ -30,7 +31,7 @@ OPTIONAL = ("intermediate_size", "vocab_size", "num_key_value_heads", "rope_para
 """Names in a configuration that are left out if they are none."""
 
 
-def configuration(path: Path, reader: GGUFReader, kind: str) -> JsonObject:
+def configuration(path: Path, reader: Reader, kind: str) -> JsonObject:
     """The configuration of a file of architecture `kind`, which is one of ARCHITECTURES.
 
     UnsupportedError for fields that are missing, or that no configuration can hold. ModelError if

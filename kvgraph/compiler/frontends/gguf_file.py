@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +13,17 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvgraph.compiler.checkpoint_files import CONFIG, require_fetched
-from kvgraph.compiler.frontends.folder import INSTEAD
+from kvgraph.compiler.frontends.gguf_fields import (
+    SAMPLING,
+    SPLIT,
+    WHOLE,
+    Scalar,
+    contents,
+    entries,
+    field,
+    refuse,
+    require_kinds,
+)
 from kvgraph.compiler.quiet import first_line, quiet_loggers
 from kvgraph.contract.leftovers import scratch
 from kvgraph.contract.loading import require_package
@@ -21,97 +31,15 @@ from kvgraph.errors import KVGraphError, ModelError, UnsupportedError
 from kvgraph.signal_handlers import reraise_if_signalled
 
 if TYPE_CHECKING:
-    from gguf import GGMLQuantizationType, GGUFReader, ReaderTensor
+    from gguf import GGMLQuantizationType, ReaderTensor
 
-NUMBERS = (
-    "attention.head_count",
-    "attention.head_count_kv",
-    "attention.key_length",
-    "attention.key_length_mla",
-    "attention.key_length_swa",
-    "attention.kv_lora_rank",
-    "attention.layer_norm_epsilon",
-    "attention.layer_norm_rms_epsilon",
-    "attention.q_lora_rank",
-    "attention.scale",
-    "attention.shared_kv_layers",
-    "attention.sliding_window",
-    "attention.temperature_scale",
-    "attention.value_length",
-    "attention.value_length_mla",
-    "attention.value_length_swa",
-    "attn_logit_softcapping",
-    "block_count",
-    "context_length",
-    "embedding_length",
-    "embedding_length_per_layer_input",
-    "embedding_scale",
-    "expert_count",
-    "expert_feed_forward_length",
-    "expert_group_count",
-    "expert_group_used_count",
-    "expert_shared_count",
-    "expert_shared_feed_forward_length",
-    "expert_used_count",
-    "expert_weights_scale",
-    "feed_forward_length",
-    "final_logit_softcapping",
-    "interleave_moe_layer_step",
-    "leading_dense_block_count",
-    "logit_scale",
-    "nextn_predict_layers",
-    "residual_scale",
-    "rope.dimension_count",
-    "rope.dimension_count_swa",
-    "rope.freq_base",
-    "rope.freq_base_swa",
-    "rope.scale_linear",
-    "rope.scaling.attn_factor",
-    "rope.scaling.factor",
-    "rope.scaling.original_context_length",
-    "rope.scaling.yarn_attn_factor",
-    "rope.scaling.yarn_beta_fast",
-    "rope.scaling.yarn_beta_slow",
-    "rope.scaling.yarn_log_multiplier",
-    "vocab_size",
-)
-"""Fields of an architecture that make its configuration; each is a number."""
-
-MAY_BE_0 = (
-    "attention.scale",
-    "attention.shared_kv_layers",
-    "attention.sliding_window",
-    "attention.temperature_scale",
-    "embedding_length_per_layer_input",
-    "embedding_scale",
-    "expert_count",
-    "expert_group_count",
-    "expert_group_used_count",
-    "expert_shared_count",
-    "expert_shared_feed_forward_length",
-    "expert_used_count",
-    "expert_weights_scale",
-    "final_logit_softcapping",
-    "leading_dense_block_count",
-    "logit_scale",
-    "nextn_predict_layers",
-    "residual_scale",
-    "rope.dimension_count",
-    "rope.scale_linear",
-    "rope.scaling.factor",
-    "rope.scaling.yarn_log_multiplier",
-)
-"""Fields of NUMBERS for which 0 means "none"."""
-
-MAY_BE_LISTS = {"gemma4": ("attention.head_count_kv", "feed_forward_length")}
-"""Fields of NUMBERS for which a file of an architecture may have a number for each layer."""
+    from kvgraph.compiler.frontends.gguf_reader import Reader
 
 NORMAL, CONTROL, USER_DEFINED = 1, 3, 4
 """GGUF token types. The last two are matched in a text before it is split."""
 
-SPLIT = ("split.no", "split.count", "split.tensors.count")
 PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
-"""Fields of a file that is a part, and its name: number and count of parts."""
+"""The name of a file that is a part: number and count of parts."""
 
 UNKNOWN_TYPE = re.compile(r"(\d+)\)? is not a valid GGMLQuantizationType")
 """The gguf package's message for a tensor type that it does not know."""
@@ -129,7 +57,7 @@ def told_of(path: Path, folder: str) -> Iterator[None]:
         raise type(error)(said) from error
 
 
-def open_file(path: Path) -> GGUFReader:
+def open_file(path: Path) -> Reader:
     """Open a GGUF file. If it is the first of several parts, the tensors of the others are added.
 
     ModelError: a file is damaged, or a part is missing or of another model. UnsupportedError: the
@@ -137,7 +65,7 @@ def open_file(path: Path) -> GGUFReader:
     later part.
     """
     reader = _open(path)
-    require_numbers(path, reader, SPLIT)
+    require_kinds(path, reader, dict.fromkeys(SPLIT, WHOLE))
     number, count, _ = (int(field(reader, name) or 0) for name in SPLIT)
     if count < 2:
         return reader
@@ -165,14 +93,14 @@ def open_file(path: Path) -> GGUFReader:
     return reader
 
 
-def _open(path: Path) -> GGUFReader:
+def _open(path: Path) -> Reader:
     for name in ("transformers", "gguf"):
         require_package(name, "needed to read a GGUF file", "pip install 'kvgraph[compile]'")
-    from gguf import GGUFReader
+    from kvgraph.compiler.frontends.gguf_reader import Reader
 
     require_fetched([path])
     try:
-        reader = GGUFReader(path)
+        reader = Reader(path)
     except Exception as error:  # the reader validates nothing, so a damaged file raises any error
         reraise_if_signalled(error)
         unknown = UNKNOWN_TYPE.search(str(error))
@@ -206,21 +134,15 @@ def nearest_bits(tensors: Sequence[ReaderTensor]) -> int | None:
     return 4 if bits < 5.5 else 8 if bits < 10 else None
 
 
-def field(reader: GGUFReader, name: str) -> str | int | float | None:
-    found = reader.get_field(name)
-    given: str | int | float | None = None if found is None else found.contents()
-    return given
-
-
 @dataclass(frozen=True)
 class Metadata:
     """The fields of a file's architecture, `kind`; their names are without it."""
 
     path: Path
-    reader: GGUFReader
+    reader: Reader
     kind: str
 
-    def get(self, name: str) -> str | int | float | None:
+    def get(self, name: str) -> Scalar:
         return field(self.reader, f"{self.kind}.{name}")
 
     def has(self, tensor: str) -> bool:
@@ -235,7 +157,7 @@ class Metadata:
         raise refuse(self.path, tensor, "a matrix", "none")
 
     def number(self, name: str, default: float) -> float:
-        """The number of a field that `require_sizes` has checked."""
+        """The number of a field that `require_fields` has checked."""
         given = self.get(name)
         return float(default if given is None else given)
 
@@ -286,7 +208,7 @@ def alone(path: Path) -> Iterator[Path]:
             yield folder
 
 
-def generation(reader: GGUFReader) -> dict[str, object]:
+def generation(reader: Reader) -> dict[str, object]:
     """Sampling fields for a generation_config.json; empty if the file has none.
 
     The file has float32 numbers; they are rounded to the decimals that their authors wrote.
@@ -300,43 +222,13 @@ def generation(reader: GGUFReader) -> dict[str, object]:
     return {"do_sample": True, **found} if found.keys() - {"repetition_penalty"} else found
 
 
-SAMPLING = {
-    "general.sampling.temp": "temperature",
-    "general.sampling.top_k": "top_k",
-    "general.sampling.top_p": "top_p",
-    "general.sampling.min_p": "min_p",
-    "general.sampling.penalty_repeat": "repetition_penalty",
-}
-"""Field of a GGUF file -> field of a generation_config.json."""
-
-
-def require_numbers(path: Path, reader: GGUFReader, names: Iterable[str]) -> None:
-    """Raise UnsupportedError if one of these fields is present and is no number."""
-    for name in names:
-        given = field(reader, name)
-        if given is not None and (isinstance(given, bool) or not isinstance(given, int | float)):
-            raise refuse(path, name, "a number", f"{given!r:.100}")
-
-
-def require_sizes(path: Path, reader: GGUFReader, kind: str) -> None:
-    """Raise UnsupportedError if a field of NUMBERS, for architecture `kind`, is no valid size."""
-    lists = [each for each in MAY_BE_LISTS.get(kind, ()) if entries(reader, f"{kind}.{each}")]
-    names = [name for name in NUMBERS if name not in lists]
-    require_numbers(path, reader, (f"{kind}.{name}" for name in names))
-    for name in names:
-        given = field(reader, own := f"{kind}.{name}")
-        if given is not None and float(given) < (0 if name in MAY_BE_0 else 1e-30):
-            raise refuse(path, own, "a number above 0", str(given))
-
-
-def require_vocabulary(path: Path, reader: GGUFReader, *, is_bytes: bool) -> None:
+def require_vocabulary(path: Path, reader: Reader, *, is_bytes: bool) -> None:
     """Raise UnsupportedError if the tokenizer has no tokens, or lacks merges (byte-level), or lacks
     scores or characters (SentencePiece)."""
-    listed = [reader.get_field(f"tokenizer.ggml.{name}") for name in ("tokens", "merges", "scores")]
+    listed = [contents(reader, f"tokenizer.ggml.{name}") for name in ("tokens", "merges", "scores")]
     has_merges = listed[1] is not None
     name, splits = ("merges", listed[1]) if is_bytes or has_merges else ("scores", listed[2])
-    for own, found in (("tokens", listed[0]), (name, splits)):
-        given = None if found is None else found.contents()
+    for own, given in (("tokens", listed[0]), (name, splits)):
         if not isinstance(given, list):
             got = "none" if given is None else f"{given!r:.100}"
             raise refuse(path, f"tokenizer.ggml.{own}", "a list", got)
@@ -354,14 +246,3 @@ def require_vocabulary(path: Path, reader: GGUFReader, *, is_bytes: bool) -> Non
         if lacking:  # llama.cpp joins it to others, but merges need it as a token
             wanted = f"{min(lacking)!r}, a character of {token!r}, as a token"
             raise refuse(path, "tokenizer.ggml.tokens", wanted, "none")
-
-
-def entries(reader: GGUFReader, name: str) -> list[object]:
-    """Entries of a field that is a list; empty if it is missing or no list."""
-    found = reader.get_field(name)
-    given = None if found is None else found.contents()
-    return given if isinstance(given, list) else []
-
-
-def refuse(path: Path, what: str, expected: str, got: str) -> UnsupportedError:
-    return UnsupportedError(f"{path}: {what}: expected {expected}, got {got}; {INSTEAD}")

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from kvgraph.compiler.frontends.folder import FULL, SLIDING
-from kvgraph.compiler.frontends.gguf_file import Metadata, entries
+from kvgraph.compiler.frontends.gguf_fields import entries
+from kvgraph.compiler.frontends.gguf_file import Metadata
 from kvgraph.contract.plain import JsonObject
 
 MIXTRAL = {"expert_count": "num_local_experts", "expert_used_count": "num_experts_per_tok"}

@@ -7,7 +7,8 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from kvgraph.compiler.frontends.gguf_file import Metadata, refuse
+from kvgraph.compiler.frontends.gguf_fields import refuse
+from kvgraph.compiler.frontends.gguf_file import Metadata
 from kvgraph.contract.dims import Array
 from kvgraph.contract.plain import JsonObject
 

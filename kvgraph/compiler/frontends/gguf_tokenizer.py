@@ -12,13 +12,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from kvgraph.compiler.frontends.gguf_fields import ENDS, ROLES, entries, field, refuse
 from kvgraph.compiler.frontends.gguf_file import (
     CONTROL,
     USER_DEFINED,
     alone,
-    entries,
-    field,
-    refuse,
     require_vocabulary,
 )
 from kvgraph.compiler.frontends.gguf_splits import SPLITS, splitter
@@ -32,10 +30,7 @@ from kvgraph.contract.plain import JsonObject
 from kvgraph.signal_handlers import reraise_if_signalled
 
 if TYPE_CHECKING:
-    from gguf import GGUFReader
-
-ENDS = ("eos", "eot", "eom", "fim_pad", "fim_rep", "fim_sep")
-"""Roles of tokens that end an answer."""
+    from kvgraph.compiler.frontends.gguf_reader import Reader
 
 SPELLED_ENDS = (
     "<|return|>",
@@ -70,9 +65,6 @@ SPELLED_ROLES = {
 }
 """Roles of ENDS -> spellings of the token that has the role if the file names none."""
 
-ROLES = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
-"""Roles of tokens: name in a tokenizer's settings -> name in the file's fields."""
-
 TEMPLATE_FIELD = "tokenizer.chat_template"
 NAMED_TEMPLATE = f"{TEMPLATE_FIELD}."
 
@@ -93,7 +85,7 @@ WHOLE_WORDS = (*BEGIN_WITH_BOS, "glm4", "glm5")
 """Pre-tokenizers for which llama.cpp ignores merges if a word is itself a token."""
 
 
-def ends(reader: GGUFReader) -> list[int]:
+def ends(reader: Reader) -> list[int]:
     """Ids of end tokens, as llama.cpp finds them: by their roles and by their spelling."""
     tokens, types = (entries(reader, f"tokenizer.ggml.{name}") for name in ("tokens", "token_type"))
     given = {name: field(reader, f"tokenizer.ggml.{name}_token_id") for name in ENDS}
@@ -115,7 +107,7 @@ def ends(reader: GGUFReader) -> list[int]:
     return [end for end, token in said.items() if token in kept]
 
 
-def write_tokenizer(path: Path, reader: GGUFReader, folder: Path) -> None:
+def write_tokenizer(path: Path, reader: Reader, folder: Path) -> None:
     """Write transformers' conversion of the tokenizer, corrected to the file's own token ids."""
     model, pre = (field(reader, f"tokenizer.ggml.{name}") for name in ("model", "pre"))
     if model not in MODELS:
@@ -161,7 +153,7 @@ def write_tokenizer(path: Path, reader: GGUFReader, folder: Path) -> None:
     _write_templates(path, reader, folder / MORE_TEMPLATES)
 
 
-def _write_templates(path: Path, reader: GGUFReader, folder: Path) -> None:
+def _write_templates(path: Path, reader: Reader, folder: Path) -> None:
     """Write named chat templates; transformers writes the default one. All are checked here."""
     for key in reader.fields:
         if key == TEMPLATE_FIELD or key.startswith(NAMED_TEMPLATE):
@@ -242,7 +234,7 @@ def _split_by(data: JsonObject, pre: str) -> None:
         data["normalizer"] = {"type": "NFC"}
 
 
-def _merges(reader: GGUFReader, tokens: Sequence[str]) -> list[list[str]]:
+def _merges(reader: Reader, tokens: Sequence[str]) -> list[list[str]]:
     """Pairs of tokens that make a token, the highest score first."""
     known = {*tokens}
     pairs = [

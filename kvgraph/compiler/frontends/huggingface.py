@@ -24,6 +24,7 @@ from kvgraph.compiler.checkpoint_files import (
     shard_paths,
 )
 from kvgraph.compiler.frontends import masks
+from kvgraph.compiler.frontends.counts import require_counts, too_large
 from kvgraph.compiler.frontends.decoder import (
     Decoder,
     paged_kv_attention,
@@ -97,6 +98,7 @@ def load(
         read_index(folder, index)
     require_known_names(folder)
     require_fetched([*shard_paths(folder), *(folder / name for name in (PICKLED, *TEXT_FILES))])
+    require_counts(folder, config)
     transformers = _transformers()
     with quiet_loggers(*REPORTING):
         try:
@@ -266,6 +268,8 @@ def _make(
             why = Reason.CONVERTED.said()
         if why:
             raise UnsupportedError(unsupported(config.model_type, why)) from error
+        if largest := too_large(error, config.to_dict()):
+            raise ModelError(f"{folder}/config.json: {largest}") from error
         raise ModelError(
             f"{folder}/config.json: expected values that transformers makes a model of, got one "
             f"that it does not take: {first_line(error)}"

@@ -17,7 +17,8 @@ import numpy as np
 import torch
 
 from kvgraph.compiler.frontends.folder import Config
-from kvgraph.compiler.frontends.gguf_file import nearest_bits, open_file, refuse
+from kvgraph.compiler.frontends.gguf_fields import field, refuse
+from kvgraph.compiler.frontends.gguf_file import nearest_bits, open_file
 from kvgraph.compiler.frontends.gguf_rope import is_rotary
 from kvgraph.compiler.quantized.gguf_blocks import (
     Blocks,
@@ -64,7 +65,7 @@ def weights(model: PreTrainedModel, config: Config) -> tuple[dict[str, Values], 
 
     path = Path(config["quantization_config"]["file"])
     reader = open_file(path)
-    kind = reader.get_field("general.architecture").contents()
+    kind = str(field(reader, "general.architecture"))
     processor = processor_of(kind, config)
     names = with_halves(reading.get_gguf_hf_weights_map(model, processor, model_type=kind))
     state = model.state_dict(keep_vars=True)

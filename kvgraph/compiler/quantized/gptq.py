@@ -29,9 +29,9 @@ LESS = {"gptq": 1, "gptq_v2": 0}
 def weights(parts: Parts, config: Config) -> dict[str, Values]:
     bits = config.get("bits")
     form = config.get("checkpoint_format") or config.get("format") or "gptq"
-    if bits not in BITS:
+    if not isinstance(bits, int) or bits not in BITS:
         raise parts.refuse("bits", "2, 4 or 8", repr(bits))
-    if form not in LESS:
+    if not isinstance(form, str) or form not in LESS:
         raise parts.refuse("checkpoint_format", f"one of {list(LESS)}", repr(form))
     for name in ("rotation", "is_marlin_format"):
         if config.get(name):
