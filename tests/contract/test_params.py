@@ -171,7 +171,7 @@ def layout_of() -> dict[str, Any]:
     return KVCacheParams(**LLAMA_8B, quantization=KVCacheQuantization("int8")).layout_dict()
 
 
-@pytest.mark.parametrize("value", BAD, ids=str)
+@pytest.mark.parametrize("value", BAD, ids=lambda value: type(value).__name__)
 @pytest.mark.parametrize(
     "read",
     [
@@ -201,7 +201,7 @@ RIGHT: dict[str, tuple[type, ...]] = {
 """Types in BAD that a field may have; whole numbers by default."""
 
 
-@pytest.mark.parametrize("value", BAD, ids=str)
+@pytest.mark.parametrize("value", BAD, ids=lambda value: type(value).__name__)
 @pytest.mark.parametrize("name", layout_of())
 def test_a_field_of_a_layout_of_another_type(name: str, value: Any) -> None:
     if type(value) in RIGHT.get(name, (int,)):
