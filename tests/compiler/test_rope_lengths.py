@@ -194,7 +194,7 @@ def test_scaling_next_to_the_shorter_length(rope: dict[str, Any], tmp_path: Path
     [
         (LONGROPE | {"long_factor": LONG[:3]}, "expected values that frequencies are made of, got"),
         (DYNAMIC | {"factor": "2"}, "factor: expected a number, got '2'"),
-        (YARN | {"factor": float("inf")}, "factor: expected a number, got inf"),
+        (YARN | {"factor": float("inf")}, "factor: expected a finite number, got inf"),
     ],
 )
 def test_parameters_that_transformers_does_not_validate(
@@ -203,7 +203,7 @@ def test_parameters_that_transformers_does_not_validate(
     folder = make_model("llama", tmp_path, max_position_embeddings=OWN, head_dim=16)
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"rope_parameters": rope}))
-    with pytest.raises(ModelError, match=f"^config.json: rope_parameters: {said}"):
+    with pytest.raises(ModelError, match=f"config.json: rope_parameters: {said}"):
         huggingface.load(folder, "float32", max_seq_len=64, weightless=weightless)
 
 
