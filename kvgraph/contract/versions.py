@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from importlib import metadata
 from pathlib import Path
 
 from kvgraph.errors import ArtifactError
@@ -20,6 +19,8 @@ AGAIN = "compile the model again"
 def version_of(distribution: str = "kvgraph") -> str:
     """Return the version of an installed distribution; UNKNOWN if its metadata is not there, as in
     a folder that was copied, or in a frozen program."""
+    from importlib import metadata  # slow: a manifest is read without it
+
     try:
         return metadata.version(distribution)
     except metadata.PackageNotFoundError:

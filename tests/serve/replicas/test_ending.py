@@ -17,6 +17,7 @@ pytest.importorskip("ray", reason="pip install 'kvgraph[ray]'")
 from ray.exceptions import ActorAlreadyExistsError
 
 from kvgraph import RequestError
+from kvgraph.runtime.chat import Prompts
 from kvgraph.serve.options import ServeOptions
 from kvgraph.serve.replicas.index import RoutingIndex
 from kvgraph.serve.server import listen
@@ -69,6 +70,7 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> Cluster:
         module, _, function = name.partition(".")
         monkeypatch.setattr(getattr(application, module), function, made.note(name))
     monkeypatch.setattr(application, "_connect", lambda: None)
+    monkeypatch.setattr(application, "prompts_of", Prompts)
     monkeypatch.setattr(application, "_require_alone", lambda: "lock")
     monkeypatch.setattr(application, "_start_serve", lambda *address: None)
     monkeypatch.setattr(application, "_application", lambda *given: None)
