@@ -18,12 +18,14 @@ import pytest
 from tests.serve.running import SECONDS, Server, refusal
 
 WAITING = """
-import sys
+import select, sys
 from kvgraph import __main__, cli
 from kvgraph.runtime import artifact
 call = artifact.{name}
 def wait(*given, **others):
     print("waits", flush=True)
+    while not select.select([sys.stdin], [], [], 0.1)[0]:
+        pass  # a signal just before a read that never ends would not be seen
     sys.stdin.readline()
     return call(*given, **others)
 artifact.{name} = wait
@@ -32,11 +34,13 @@ __main__.main()
 """`kvgraph`, which waits for a line on stdin before it calls a function."""
 
 OTHER_COMMAND = """
-import sys, types
+import select, sys, types
 import kvgraph
 from kvgraph import __main__
 def main():
     print("waits", flush=True)
+    while not select.select([sys.stdin], [], [], 0.1)[0]:
+        pass  # a signal just before a read that never ends would not be seen
     sys.stdin.readline()
 kvgraph.cli = sys.modules["kvgraph.cli"] = types.SimpleNamespace(main=main)
 __main__.main()
