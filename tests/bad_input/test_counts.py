@@ -48,7 +48,7 @@ def either(tmp_path: Path, model: Path) -> str:
 @pytest.mark.parametrize(
     ("name", "number", "most"),
     [
-        ("num_hidden_layers", 5, "4, the layers of its weights"),
+        ("num_hidden_layers", 4097, "4, the layers of its weights"),
         ("num_hidden_layers", MANY, "4, the layers of its weights"),
         ("vocab_size", LARGE, "16384, as its largest weight allows"),
         ("intermediate_size", 1 << 63, "16384, as its largest weight allows"),

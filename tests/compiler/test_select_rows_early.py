@@ -75,6 +75,23 @@ def best_groups(_: Decoder, x: Rows) -> Rows:
     return x * mask
 
 
+def flat_experts(d: Decoder, x: Rows) -> Rows:
+    weights, chosen = x.topk(2)
+    rows = d.embed.weight[chosen.flatten() % 32] * weights.flatten()[:, None]
+    return rows.view(x.shape[0], 2, 32).sum(1)
+
+
+def ones(x: Rows) -> Rows:
+    """`[n, n]`: 1 for each pair of a row and one before it."""
+    places = torch.arange(x.shape[0])
+    return (places[:, None] >= places[None]).float()
+
+
+def place(x: Rows) -> Rows:
+    """The place of each token, counted in a way in which rows meet."""
+    return ones(x).long().sum(1) - 1
+
+
 def in_place(d: Decoder, x: Rows) -> Rows:
     y = d.down(d.up(x))
     y[:, :4] = 0.5
@@ -96,6 +113,25 @@ MOVED: dict[str, After] = {
     "a view by the number of tokens": lambda d, x, at: (
         d.up(x).view(x.shape[0], 3, 16).sum(1)[at].repeat(1, 2)
     ),
+    "flat experts": lambda d, x, at: flat_experts(d, mlp(d, x))[at],
+    "heads first": lambda d, x, at: (
+        x.view(-1, 4, 8)
+        .transpose(0, 1)
+        .tanh()[:, at]
+        .view(-1, 8)
+        .view(4, -1, 8)
+        .sum(0)
+        .repeat(1, 4)
+    ),
+    "expanded rows behind a view": lambda d, x, at: (
+        x.tanh()[:, None].expand(-1, 4, 32)[at].view(-1, 128).view(-1, 4, 32).sum(1)
+    ),
+    "places in a request": lambda d, x, at: (mlp(d, x) + 3 * d.table[place(x)])[at],
+    "places that are summed": lambda d, x, at: (mlp(d, x) + ones(x) @ torch.ones_like(x))[at],
+    "places that are sorted": lambda d, x, at: (
+        mlp(d, x) + torch.arange(x.shape[0]).sort(descending=True)[1][:, None]
+    )[at],
+    "places that share a softmax": lambda d, x, at: (mlp(d, x) * torch.ones_like(x).softmax(0))[at],
     "places that are added": lambda d, x, at: (mlp(d, x) + d.table[torch.arange(x.shape[0])])[at],
     "places that are counted": lambda d, x, at: (
         mlp(d, x)[at] * (torch.arange(x.shape[0])[:, None] * mlp(d, x))[at]
@@ -105,6 +141,8 @@ MOVED: dict[str, After] = {
 """Each row of the result is a function of its own row, and of that row's place."""
 
 STAYS: dict[str, After] = {
+    "one row or more": lambda d, x, at: mlp(d, x)[:, None].squeeze()[at],
+    "a slice that is all": lambda d, x, at: torch.slice_scatter(mlp(d, x), x.tanh())[at],
     "rows found by their number": lambda d, x, at: mlp(d, x)[torch.arange(x.shape[0])][at],
     "a row set by its number": lambda d, x, at: x.tanh().select_scatter(d.table[0], 0, 0)[at],
     "a row put first": lambda d, x, at: torch.cat([d.table[:1], mlp(d, x)[1:]])[at],

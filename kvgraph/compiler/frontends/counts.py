@@ -61,7 +61,8 @@ class _Most:
 def require_counts(folder: Path, config: Config) -> None:
     """Raise ModelError for layers, experts or a size that the checkpoint in `folder` cannot have.
 
-    Only headers are read. Damaged ones are left to those who read weights.
+    Only headers are read. Damaged ones are left to those who read weights, and so are up to
+    MOST_MODULES layers or experts: some models run a layer several times.
     """
     most = _most(_shapes(folder))
     text = config.get("text_config")
@@ -94,7 +95,7 @@ def _require(
     for name in names:
         given = part.get(name)
         for each in given if isinstance(given, list) else [given]:
-            if type(each) is int and each > most:
+            if type(each) is int and each > max(most, usual if names is not SIZES else 0):
                 raise ModelError(
                     f"{path}: {name}: expected at most {most}, {said}, got {each}; correct it, or "
                     "download the checkpoint again"

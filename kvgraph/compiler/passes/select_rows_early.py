@@ -5,8 +5,10 @@ layer, and the final norm. A prompt then computes them for its last token alone.
 or other layers read too keep all rows.
 
 Decision: operators of ALIKE do the same to each row, and `require_tokens_apart` has proved that a
-row is computed from its own token. So they need no rules here: they run again over fewer rows, on
-fake values. The pass changes nothing if one of them then fails, or returns another shape.
+row that is computed from a token is computed from its own. So they need no rules here: they run
+again over fewer rows, on fake values. The pass changes nothing if one of them then fails, or
+returns another shape. The proof does not cover rows that no token is in, such as positions: they
+are computed for all tokens, and selected.
 """
 
 from __future__ import annotations
@@ -34,6 +36,7 @@ from kvgraph.compiler.passes.token_functions import LAYOUT, REDUCED, packet
 from kvgraph.compiler.passes.writes import base_of, written_by
 from kvgraph.contract.signature import GraphSignature
 from kvgraph.ops import torch_ops
+from kvgraph.ops.torch_nodes import is_dense
 
 aten = torch.ops.aten
 AT_DIM = {
@@ -42,15 +45,20 @@ AT_DIM = {
 }
 """Operators that are given numbers of places along a dim -> the argument that is this dim."""
 
+MADE_LIKE = (aten.zeros_like, aten.ones_like, aten.full_like, aten.new_zeros, aten.new_ones)
+"""Operators that take a shape, and no number, of their operand."""
+
 ALIKE = (
     *(*LAYOUT, *SAME, *RESHAPED, *NORMS, *REDUCED, *AT_DIM, aten.index, aten.embedding),
     *(aten.concat, aten.narrow, aten.movedim, aten.swapaxes, aten.tile, aten.expand_as),
     *(aten.linear, aten.addmm, aten.mm, aten.bmm, aten.baddbmm, aten.matmul, aten.einsum),
     *(aten.softmax, aten._softmax, aten.log_softmax, aten._log_softmax, aten.topk, aten.sort),
-    *(aten.zeros_like, aten.ones_like, aten.full_like, aten.new_zeros, aten.new_ones, aten.fill),
+    *(*MADE_LIKE, aten.fill),
     *(torch_ops.all_reduce, torch_ops.all_gather),
 )
 """Operators that do the same to each row of tokens, as pointwise ones do."""
+
+VIEWS = (aten.view, aten.reshape, aten._unsafe_view)
 
 SIZED = (*LAYOUT, *RESHAPED, aten.new_zeros, aten.new_ones)
 """Operators of ALIKE that may be given the number of tokens, as an extent."""
@@ -60,10 +68,10 @@ def select_rows_early(program: ExportedProgram, signature: GraphSignature) -> Pa
     """Rewrite `program` in place. The report counts operators that run over fewer rows."""
     report = PassReport("select_rows_early")
     rows = _Rows(program, signature)
-    moved = rows.only_for_logits()
-    if not moved:
-        return report
     try:
+        moved = rows.only_for_logits()
+        if not moved:
+            return report
         made = rows.run_again(moved)
     except UnmatchedError as why:
         report.unmatched.append(str(why))
@@ -83,6 +91,12 @@ class _Rows:
         self._tokens = _expression(value(inputs["tokens"]).shape[0])
         self._index = self._asked
         self._few: dict[Node, Node] = {}
+        self._of_tokens = {inputs["tokens"]}
+        for node in self._graph.nodes:
+            if packet(node) not in MADE_LIKE and not self._of_tokens.isdisjoint(
+                x for x in node.all_input_nodes if not _is_scalar(x)
+            ):
+                self._of_tokens.add(node)
         self._written = {base_of(x) for node in self._graph.nodes for x in written_by(node)}
         self._selects = {node: None for node in self._graph.nodes if self._is_select(node)}
 
@@ -114,14 +128,20 @@ class _Rows:
         return [node for node in self._graph.nodes if node in found]
 
     def _is_alike(self, node: Node) -> bool:
-        """Whether a call returns rows, does the same to each, and does not look for rows by their
-        numbers."""
+        """Whether a call returns rows of tokens, does the same to each, and does not look for rows
+        by their numbers."""
         kind = packet(node)
+        if node not in self._of_tokens and kind not in MADE_LIKE:
+            return False
         made = [x for x in tree_leaves(node.meta.get("val")) if isinstance(x, torch.Tensor)]
         if node.op != "call_function" or not made or not all(map(self._has_whole_rows, made)):
             return False
+        if kind is aten.squeeze and len(node.args) == 1:  # it would drop a dim of one row
+            return False
+        if kind is aten.unflatten and -1 in node.args[2]:  # type: ignore[operator]
+            return False  # torch cannot compute it for no rows
         if kind is aten.index or kind in AT_DIM:
-            where = node.args[AT_DIM.get(kind, 1)]
+            where = [*node.args, 0, 0][AT_DIM.get(kind, 1)]  # a dim that is left out is the first
             assert isinstance(where, int | list | tuple)
             at = [where] if isinstance(where, int) else [d for d, x in enumerate(where) if x]
             shape = value(any_node(node.args[0], "a tensor")).shape
@@ -151,12 +171,12 @@ class _Rows:
         return isinstance(found, torch.Tensor) and any(map(self._counts, found.shape))
 
     def _has_whole_rows(self, found: torch.Tensor) -> bool:
-        """Whether extents that count tokens are multiples of their number, so that no part of the
-        rows was taken."""
+        """Whether one extent counts tokens, and is a multiple of their number: no part of the rows
+        was taken."""
         extents: Iterable[object] = found.shape
         symbolic = [extent for extent in extents if isinstance(extent, torch.SymInt)]
         counts = [extent.node.expr for extent in symbolic if self._counts(extent)]
-        return len(counts) > 0 and all((each / self._tokens).is_number for each in counts)
+        return len(counts) == 1 and (counts[0] / self._tokens).is_number
 
     def _token_dim(self, node: Node) -> int | None:
         """The dim of tokens; None if there is none, or if other extents depend on their number."""
@@ -187,12 +207,15 @@ class _Rows:
         for node in moved:
             try:
                 made[node] = _call(node, few)
-            except (RuntimeError, ValueError) as error:
+            except (RuntimeError, ValueError, IndexError, TypeError, AssertionError) as error:
                 raise UnmatchedError(f"{node.name}: {str(error).splitlines()[0]}") from None
             results = zip(tree_leaves(node.meta["val"]), tree_leaves(made[node]), strict=True)
             for before, after in results:
                 wanted, got = list(map(self._fewer, before.shape)), list(map(str, after.shape))
                 expect(wanted == got, f"{node.name}: expected rows of {wanted}, got {got}")
+        for select in self._selects:
+            dense = is_dense(value(select)) or select.args[0] not in made
+            expect(dense, f"{select.name}: expected a dense result")
         return made
 
     def _fewer(self, extent: object) -> str:
@@ -223,7 +246,18 @@ class _Rows:
             source = select.args[0]
             if source in made:
                 assert isinstance(source, Node)
-                select.replace_all_uses_with(source)
+                with self._graph.inserting_before(select):
+                    dense = (
+                        source
+                        if is_dense(value(source))
+                        else add_call(
+                            self._graph,
+                            aten.clone.default,
+                            source,
+                            memory_format=torch.contiguous_format,
+                        )
+                    )
+                select.replace_all_uses_with(dense)
                 self._graph.erase_node(select)
 
     def _with_few(self, node: Node) -> Node:
@@ -276,7 +310,7 @@ def _call(node: Node, operand: object) -> object:
 
 def _say_extent(node: Node) -> None:
     """Replace an extent of -1 that is known: with no rows, torch could not compute it."""
-    if packet(node) in RESHAPED and isinstance(node.args[1], list | tuple):
+    if packet(node) in VIEWS and isinstance(node.args[1], list | tuple):
         sizes = zip(node.args[1], value(node).shape, strict=True)
         known = [
             extent if size == -1 and isinstance(extent, int) else size for size, extent in sizes
