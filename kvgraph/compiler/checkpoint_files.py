@@ -64,7 +64,7 @@ def stored_tensors(folder: Path, wanted: Container[str] = ()) -> dict[str, Store
                     f"{folder}: {stored.name}: expected one shard with this tensor, got "
                     f"{other.path.name} and {path.name}; download the shards of one checkpoint"
                 )
-    for name in shards_of(folder):
+    for name in shards_of(folder) if wanted else ():
         if name not in found and name in wanted:
             raise misplaced(folder, name)
     return found
@@ -82,7 +82,7 @@ def indexed(folder: Path) -> Iterator[None]:
     one.
 
     Without an error such a tensor passes: the model has no place for it. An UnsupportedError stays
-    unless its text is about a tensor beside the missing one.
+    unless its text is about another tensor of the same layer.
     """
     try:
         yield

@@ -2,7 +2,7 @@
 // nothing else.
 //
 // Where a page is missing, the system reads its neighbours too, up to 8 MiB on some disks. In a
-// mixture these are experts that nobody asked for. If the model is larger than memory, they take
+// mixture these are experts that no token chose. If the model is larger than memory, they take
 // the place of experts that are used all the time.
 #pragma once
 

@@ -16,7 +16,7 @@ from tests.support.command_line import run
 
 @pytest.mark.parametrize("version", [0, 1, 99])
 def test_another_schema(artifact: Path, version: int) -> None:
-    """Said first, whatever else another schema has."""
+    """Said first, also if another schema has more fields."""
 
     def edit(fields: dict[str, Any]) -> None:
         fields.clear()

@@ -108,7 +108,7 @@ def test_tokens_are_those_of_one_length(
 def test_former_names_of_longrope(
     architecture: str, name: str, field: str, length: int | None, tmp_path: Path
 ) -> None:
-    """As Phi-3's first checkpoints have them, beside the original length or above it."""
+    """As Phi-3's first checkpoints have them, within the original length and above it."""
     sizes = OF_MODEL[architecture] | {"max_position_embeddings": OWN, "head_dim": 16}
     folder = make_model(architecture, tmp_path / "model", **sizes)
     config = json.loads((folder / "config.json").read_text())

@@ -1,4 +1,4 @@
-"""A step that asks for no logits: the last layer then runs over no rows, whatever it is made of."""
+"""A step that asks for no logits: the last layer, of any kind, then runs over no rows."""
 
 from __future__ import annotations
 

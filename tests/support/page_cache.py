@@ -26,8 +26,10 @@ def in_memory(path: Path) -> npt.NDArray[np.bool_]:
 
 
 def forget(path: Path) -> None:
-    """Write a file that nobody has touched a map of to its disk, and drop it from memory. Skips on
-    a file system that has files in memory only."""
+    """Write a file to its disk, and drop it from memory; no process may have touched a map of it.
+
+    Skips on a file system that has files in memory only.
+    """
     with path.open("r+b") as file:
         os.fsync(file.fileno())
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)

@@ -68,8 +68,11 @@ def require_counts(folder: Path, config: Config) -> None:
     text = config.get("text_config")
     for part in (config, text if isinstance(text, dict) else {}):
         path = f"{folder}/{CONFIG}"
-        _require(path, part, LAYERS, most.layers, MOST_MODULES, "the layers of its weights")
-        _require(path, part, EXPERTS, most.experts, MOST_MODULES, "the experts of its weights")
+        for names, stored, what in (
+            (LAYERS, most.layers, "the layers of its weights"),
+            (EXPERTS, most.experts, "the experts of its weights"),
+        ):
+            _require(path, part, names, stored, MOST_MODULES, what, spare=MOST_MODULES)
         allowed = None if most.size is None else PACKED * most.size
         _require(path, part, SIZES, allowed, MOST_SIZE, "as its largest weight allows")
 
@@ -88,14 +91,22 @@ def too_large(error: Exception, config: Mapping[str, object]) -> str:
 
 
 def _require(
-    path: str, part: Config, names: Iterable[str], stored: int | None, usual: int, what: str
+    path: str,
+    part: Config,
+    names: Iterable[str],
+    stored: int | None,
+    usual: int,
+    what: str,
+    *,
+    spare: int = 0,
 ) -> None:
+    """`usual`: the most without weights. Up to `spare` pass even if the weights have fewer."""
     most = usual if stored is None else stored
     said = "without weights to compare it with" if stored is None else what
     for name in names:
         given = part.get(name)
         for each in given if isinstance(given, list) else [given]:
-            if type(each) is int and each > max(most, usual if names is not SIZES else 0):
+            if type(each) is int and each > max(most, spare):
                 raise ModelError(
                     f"{path}: {name}: expected at most {most}, {said}, got {each}; correct it, or "
                     "download the checkpoint again"

@@ -32,8 +32,9 @@ from kvgraph.compiler.passes.operands import (
     value,
 )
 from kvgraph.compiler.passes.parameters import inputs_of, name_outputs
-from kvgraph.compiler.passes.token_functions import LAYOUT, REDUCED, packet
+from kvgraph.compiler.passes.token_functions import LAYOUT, REDUCED, VIEWS, packet
 from kvgraph.compiler.passes.writes import base_of, written_by
+from kvgraph.compiler.quiet import first_line
 from kvgraph.contract.signature import GraphSignature
 from kvgraph.ops import torch_ops
 from kvgraph.ops.torch_nodes import is_dense
@@ -57,8 +58,6 @@ ALIKE = (
     *(torch_ops.all_reduce, torch_ops.all_gather),
 )
 """Operators that do the same to each row of tokens, as pointwise ones do."""
-
-VIEWS = (aten.view, aten.reshape, aten._unsafe_view)
 
 SIZED = (*LAYOUT, *RESHAPED, aten.new_zeros, aten.new_ones)
 """Operators of ALIKE that may be given the number of tokens, as an extent."""
@@ -208,7 +207,7 @@ class _Rows:
             try:
                 made[node] = _call(node, few)
             except (RuntimeError, ValueError, IndexError, TypeError, AssertionError) as error:
-                raise UnmatchedError(f"{node.name}: {str(error).splitlines()[0]}") from None
+                raise UnmatchedError(f"{node.name}: {first_line(error)}") from None
             results = zip(tree_leaves(node.meta["val"]), tree_leaves(made[node]), strict=True)
             for before, after in results:
                 wanted, got = list(map(self._fewer, before.shape)), list(map(str, after.shape))
@@ -247,17 +246,9 @@ class _Rows:
             if source in made:
                 assert isinstance(source, Node)
                 with self._graph.inserting_before(select):
-                    dense = (
-                        source
-                        if is_dense(value(source))
-                        else add_call(
-                            self._graph,
-                            aten.clone.default,
-                            source,
-                            memory_format=torch.contiguous_format,
-                        )
-                    )
-                select.replace_all_uses_with(dense)
+                    if not is_dense(value(source)):
+                        source = add_call(self._graph, aten.contiguous.default, source)
+                select.replace_all_uses_with(source)
                 self._graph.erase_node(select)
 
     def _with_few(self, node: Node) -> Node:
@@ -310,7 +301,7 @@ def _call(node: Node, operand: object) -> object:
 
 def _say_extent(node: Node) -> None:
     """Replace an extent of -1 that is known: with no rows, torch could not compute it."""
-    if packet(node) in VIEWS and isinstance(node.args[1], list | tuple):
+    if packet(node) in (*VIEWS, aten.reshape) and isinstance(node.args[1], list | tuple):
         sizes = zip(node.args[1], value(node).shape, strict=True)
         known = [
             extent if size == -1 and isinstance(extent, int) else size for size, extent in sizes
