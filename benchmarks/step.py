@@ -168,7 +168,7 @@ def _step(engine: Any, logits: Any, ids: set[str]) -> dict[str, float]:
     gc.disable()
     try:
         start = thread_time()
-        generated = engine._step_for(ids)
+        generated = engine.step()
         outside = thread_time() - start - clock.seconds[IN_MODEL]
     finally:
         gc.enable()

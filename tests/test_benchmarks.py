@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -11,7 +12,7 @@ import pytest
 from gguf import GGUFReader
 
 import kvgraph
-from benchmarks import mixture
+from benchmarks import mixture, step
 from kvgraph.bench.limits import Limits
 from tests.support.command_line import run
 
@@ -100,3 +101,20 @@ def test_the_table_of_goals() -> None:
     }
     lines = [line.split() for line in mixture.table(report).splitlines()[2:]]
     assert lines == [["int8", "47%", "120", "1.20"], ["int4", "-", "120", "-"]]
+
+
+def test_the_parts_of_a_step_are_timed(
+    compiled: Callable[..., Path],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(step, "STEPS", 2)
+    monkeypatch.setattr(step, "WARM", 1)
+    monkeypatch.setattr("sys.argv", ["step", str(compiled("tiny-llama")), "--batch", "2", "--json"])
+    step.main()
+    rows = json.loads(capsys.readouterr().out)
+    assert len(rows) == 2 * len(step.SETTINGS)  # of the model's vocabulary, and of a wide one
+    for parts in rows.values():
+        assert list(parts) == [*step.PARTS, "rest", "outside", "whole step"]
+        assert min(parts["whole step"], parts[step.MODEL], parts["sample"]) > 0
+    assert step.table(rows).count("the goal") == len(rows)

@@ -92,6 +92,8 @@ using ReleaseTensorInfo = Function<99, void(TensorInfo*)>;
 using ReleaseAllocator = Function<132, void(Allocator*)>;
 using ComputeStream = Function<193, Status*(const KernelContext*, void** stream)>;
 using AttributeTensor = Function<236, Status*(const KernelInfo*, const char*, Allocator*, Value**)>;
+// Sets the number to 1, and the value, if the input is an initializer of the graph.
+using ConstantInput = Function<249, Status*(const KernelInfo*, size_t, int*, const Value**)>;
 using ShapeInputCount = Function<267, Status*(const ShapeContext*, size_t*)>;
 using InputTypeShape = Function<268, Status*(const ShapeContext*, size_t, TensorInfo**)>;
 using ShapeAttribute = Function<269, Status*(const ShapeContext*, const char*, const OpAttribute**)>;

@@ -1,6 +1,7 @@
 // Runs independent tasks: on the host's threads if a call gives parallel_for, else on our own pool.
 #pragma once
 
+#include <algorithm>
 #include <atomic>
 #include <cstddef>
 #include <exception>
@@ -52,6 +53,16 @@ void parallel_for(const kvg_call& call, size_t count, Body&& body) {
   Guarded<std::remove_reference_t<Body>> guarded(body);
   parallel_for(call, guarded.run, &guarded, count);
   if (guarded.first) std::rethrow_exception(guarded.first);
+}
+
+// Does as parallel_for, and starts the calls in the order of their indices: a host may give each of
+// its threads a range of them.
+template <class Body>
+void in_order(const kvg_call& call, size_t count, Body&& body) {
+  std::atomic<size_t> next{0};
+  parallel_for(call, std::min(count, parallelism(call)), [&](size_t) {
+    for (size_t i; (i = next.fetch_add(1, std::memory_order_relaxed)) < count;) body(i);
+  });
 }
 
 // An object whose memory the thread keeps from one call to its next. A call takes the object and

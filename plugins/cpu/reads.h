@@ -6,6 +6,7 @@
 // the place of experts that are used all the time.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 
 namespace kvg {
@@ -26,6 +27,7 @@ class Reads {
 
  private:
   void look();
+  void start_pages(uintptr_t at, size_t bytes, uintptr_t page);
 
   int64_t rows_ = 0;                // since the last look
   int64_t waits_ = 0, blocks_ = 0;  // waits for pages of files, and blocks read, of the process

@@ -1,4 +1,6 @@
 // Kernels of the CPU provider: they run the kernels of plugins/cpu on the host's threads.
+#include <memory>
+
 #include "onnxruntime/kernel.h"
 
 namespace kvg::onnxruntime {
@@ -21,7 +23,7 @@ struct Threads {
 };
 
 struct CpuKernel : Kernel {
-  Entry entry;
+  using Kernel::Kernel;
 
   ort::Status* compute(ort::KernelContext* context) const;
 };
@@ -40,7 +42,7 @@ ort::Status* CpuKernel::compute(ort::KernelContext* context) const {
   call.parallel_for = Threads::run;
   call.host = &threads;
   char sentence[512] = "";
-  const int32_t refused = entry(&call, sentence, sizeof sentence);
+  const int32_t refused = variant.entry(&call, sentence, sizeof sentence);
   if (threads.failure || !refused) return threads.failure;
   return ort::CreateStatus::call(api, ort::kInvalidArgument, sentence);
 }
@@ -48,9 +50,10 @@ ort::Status* CpuKernel::compute(ort::KernelContext* context) const {
 ort::Status* create_kernel(const ort::CustomOp* op, const ort::Api* api,
                            const ort::KernelInfo* info, void** kernel) {
   return guarded(api, [&]() -> ort::Status* {
-    CpuKernel made{{api, variant(op).op, {}}, variant(op).entry};
-    KVG_TRY(made.read_attributes(info));
-    *kernel = new CpuKernel(made);
+    auto made = std::make_unique<CpuKernel>(api, variant(op));
+    KVG_TRY(made->read_attributes(info));
+    KVG_TRY(made->read_constants(info));
+    *kernel = made.release();
     return nullptr;
   });
 }

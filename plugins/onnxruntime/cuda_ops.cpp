@@ -57,7 +57,7 @@ struct CudaKernel : Kernel {
   std::mutex mutex;                     // guards `device`, which steps on several threads use
   launch::Device device;
 
-  CudaKernel(const ort::Api* api, const kvg_op* op) : Kernel{api, op, {}} {}
+  using Kernel::Kernel;
   ~CudaKernel() {
     if (allocator) ort::ReleaseAllocator::call(api, allocator);
   }
@@ -144,7 +144,7 @@ ort::Status* CudaKernel::compute(ort::KernelContext* context) {
 ort::Status* create_kernel(const ort::CustomOp* op, const ort::Api* api,
                            const ort::KernelInfo* info, void** kernel) {
   return guarded(api, [&]() -> ort::Status* {
-    auto made = std::make_unique<CudaKernel>(api, variant(op).op);
+    auto made = std::make_unique<CudaKernel>(api, variant(op));
     KVG_TRY(made->read_node(info));
     *kernel = made.release();
     return nullptr;

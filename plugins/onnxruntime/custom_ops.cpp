@@ -66,9 +66,11 @@ Variant make_variant(int index, int32_t activation, int32_t pool, void (*use)(Va
   v.GetOutputTypeCount = [](const ort::CustomOp* op) {
     return static_cast<size_t>(variant(op).op->num_outputs);
   };
-  v.GetInputType = [](const ort::CustomOp* op, size_t i) { return variant(op).element_type(i); };
+  v.GetInputType = [](const ort::CustomOp* op, size_t i) {
+    return element_type_of(variant(op).dtype(i));
+  };
   v.GetOutputType = [](const ort::CustomOp* op, size_t i) {
-    return variant(op).element_type(static_cast<size_t>(variant(op).op->num_inputs) + i);
+    return element_type_of(variant(op).dtype(static_cast<size_t>(variant(op).op->num_inputs) + i));
   };
   v.GetInputCharacteristic = [](const ort::CustomOp* op, size_t i) {
     return characteristic(variant(op).op->operands[i]);

@@ -33,11 +33,23 @@ ort::Status* Kernel::read_attributes(const ort::KernelInfo* info) {
   return nullptr;
 }
 
+ort::Status* Kernel::read_constants(const ort::KernelInfo* info) {
+  for (int i = 0; i < op->num_inputs; ++i) {
+    int is_constant = 0;
+    const ort::Value* value = nullptr;
+    KVG_TRY(ort::ConstantInput::call(api, info, static_cast<size_t>(i), &is_constant, &value));
+    if (is_constant) KVG_TRY(read(value, constants[i]));
+  }
+  return nullptr;
+}
+
 ort::Status* Kernel::read_operands(ort::KernelContext* context, kvg_tensor* operands) const {
   size_t inputs = 0, outputs = 0;
   KVG_TRY(ort::InputCount::call(api, context, &inputs));
   KVG_TRY(ort::OutputCount::call(api, context, &outputs));
   for (size_t i = 0; i < inputs; ++i) {
+    operands[i] = constants[i];
+    if (operands[i].dtype) continue;
     const ort::Value* value = nullptr;
     KVG_TRY(ort::Input::call(api, context, i, &value));
     if (value) KVG_TRY(read(value, operands[i]));
@@ -90,14 +102,17 @@ ort::Status* Kernel::write(ort::KernelContext* context, size_t index,
   const kvg_operand& spec = op->operands[op->num_inputs + index];
   kvg_tensor& tensor = operands[op->num_inputs + index];
   if (spec.alias >= 0 && !operands[spec.alias].dtype) return nullptr;
-  int64_t shape[KVG_MAX_RANK];
+  const auto rank = static_cast<size_t>(spec.rank);
   if (spec.alias >= 0)
-    std::memcpy(shape, operands[spec.alias].shape, sizeof shape);
+    std::memcpy(tensor.shape, operands[spec.alias].shape, sizeof tensor.shape);
   else
-    shape_of(spec, operands, shape);
+    shape_of(spec, operands, tensor.shape);
   ort::Value* value = nullptr;
-  KVG_TRY(ort::Output::call(api, context, index, shape, static_cast<size_t>(spec.rank), &value));
-  return value ? read(value, tensor) : nullptr;  // null: the output is unused
+  KVG_TRY(ort::Output::call(api, context, index, tensor.shape, rank, &value));
+  if (!value) return nullptr;  // the output is unused
+  tensor.rank = spec.rank;
+  tensor.dtype = variant.dtype(static_cast<size_t>(op->num_inputs) + index);
+  return ort::TensorData::call(api, value, &tensor.data);
 }
 
 }  // namespace kvg::onnxruntime

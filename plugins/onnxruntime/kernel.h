@@ -24,12 +24,12 @@ struct Variant : ort::CustomOp {
   Entry entry;        // entry point of the CPU kernel; null for another provider
   int32_t dtypes[3];  // indexed by type variable
 
-  ort::ElementType element_type(size_t operand) const {
+  int32_t dtype(size_t operand) const {
     const kvg_operand& spec = op->operands[operand];
-    if (spec.type_variable) return element_type_of(dtypes[spec.type_variable]);
-    int code = 1;
+    if (spec.type_variable) return dtypes[spec.type_variable];
+    int32_t code = 1;
     while (!(spec.dtypes >> code & 1u)) ++code;
-    return element_type_of(code);
+    return code;
   }
 };
 
@@ -58,10 +58,18 @@ ort::Status* unless_missing(const ort::Api* api, ort::Status* status);
 // The kernel of a node: its attributes, and functions that read the operands of a step.
 struct Kernel {
   const ort::Api* api;
+  const Variant& variant;
   const kvg_op* op;
-  kvg_value attributes[kMaxAttributes];
+  kvg_value attributes[kMaxAttributes] = {};
+  kvg_tensor constants[kMaxOperands] = {};  // inputs that no step changes; dtype 0: it is none
+
+  Kernel(const ort::Api* given, const Variant& registered)
+      : api(given), variant(registered), op(registered.op) {}
 
   ort::Status* read_attributes(const ort::KernelInfo* info);
+  // Reads the inputs that are initializers of the graph. A step of one token asks for hundreds of
+  // them: each takes a microsecond when the step has evicted the runtime's code from the caches.
+  ort::Status* read_constants(const ort::KernelInfo* info);
   // Reads the inputs, then requests memory for the outputs. dtype 0: left out or unused.
   ort::Status* read_operands(ort::KernelContext* context, kvg_tensor* operands) const;
   // `type`: where to write the element type, which may be one that no operand has.

@@ -56,7 +56,8 @@ ort::Status* infer_output(const Variant& made, ort::ShapeContext* context, size_
   if (width == 0) return ort::SetOutputTypeShape::call(g_api, context, index, like);
   // A type variable has the node's type, which may differ from that of `made`, one of several
   // registrations.
-  const ort::ElementType type = spec.type_variable ? ort::kUndefined : made.element_type(operand);
+  const ort::ElementType type =
+      spec.type_variable ? ort::kUndefined : element_type_of(made.dtype(operand));
   KVG_TRY(ort::CreateTensorInfo::call(g_api, &own));
   ort::Status* status = with_last_dim(g_api, like, width, type, own);
   if (!status) status = ort::SetOutputTypeShape::call(g_api, context, index, own);

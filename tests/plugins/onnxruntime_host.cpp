@@ -200,6 +200,11 @@ struct Table {
       return nullptr;
     });
     slots[236] = reinterpret_cast<void*>(tensor);
+    slots[249] = reinterpret_cast<void*>(
+        +[](const KernelInfo*, size_t, int* is_constant, const Value**) -> Status* {
+          *is_constant = 0;
+          return nullptr;
+        });
     slots[277] = reinterpret_cast<void*>(scratch);
     slots[278] = reinterpret_cast<void*>(allocator);
   }
