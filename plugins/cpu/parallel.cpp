@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <chrono>
 #include <condition_variable>
 #include <cstdint>
 #include <mutex>
@@ -26,8 +27,22 @@ size_t default_threads() {
 }
 
 // Layers of a model follow each other within microseconds, and threads end a job within
-// microseconds of each other: all spin this long before they sleep.
-constexpr int kSpins = 4000;
+// microseconds of each other: all spin this long before they sleep. Longer spins keep a processor
+// from other threads if there are more threads than processors.
+constexpr auto kSpin = std::chrono::microseconds(50);
+
+// Returns true as soon as is_done() does, or false after kSpin.
+template <class Body>
+bool spin_until(Body&& is_done) {
+  constexpr int kTurns = 64;  // from one look at the clock to the next
+  const auto end = std::chrono::steady_clock::now() + kSpin;
+  do {
+    for (int i = 0; i < kTurns; ++i, pause_briefly())
+      if (is_done()) return true;
+  } while (std::chrono::steady_clock::now() < end);
+  return false;
+}
+
 constexpr size_t kMaxThreads = 1024;
 
 // What was asked of the pools of this process and of its forked children; 0: the default.
@@ -56,7 +71,7 @@ class Pool {
     fn_ = fn, task_ = task, count_ = count;
     next_.store(0, std::memory_order_relaxed);
     state_.fetch_add(kTurn);  // opens the job
-    if (sleepers_.load()) wake_all();
+    if (sleepers_.load()) wake(wake_);
     drain();
     state_.fetch_add(kTurn);  // closes it: no more workers enter
     wait_for_workers();
@@ -65,7 +80,7 @@ class Pool {
   void resize() {
     std::lock_guard<std::mutex> turn(turn_);
     stop_.store(true);
-    wake_all();
+    wake(wake_);
     for (std::thread& worker : workers_) worker.join();
     workers_.clear();
     stop_.store(false);
@@ -92,15 +107,16 @@ class Pool {
     }
   }
 
-  void wake_all() {
-    std::lock_guard<std::mutex> lock(mutex_);
-    wake_.notify_all();
+  // Wakes threads that sleep at `changed`. Taking the lock waits for one that is about to sleep;
+  // one that woke while it is held would wait for it at once.
+  void wake(std::condition_variable& changed) {
+    { std::lock_guard<std::mutex> lock(mutex_); }
+    changed.notify_all();
   }
 
   void wait_for_workers() {
     const auto is_done = [this] { return !(state_.load() & kInside); };
-    for (int i = 0; i < kSpins; ++i, pause_briefly())
-      if (is_done()) return;
+    if (spin_until(is_done)) return;
     std::unique_lock<std::mutex> lock(mutex_);
     is_waiting_.store(true);
     idle_.wait(lock, is_done);
@@ -110,12 +126,8 @@ class Pool {
   void work() {
     uint64_t seen = 0;  // the turn of the last job
     while (!stop_.load()) {
-      for (int i = 0; i < kSpins && !stop_.load(std::memory_order_relaxed); ++i) {
-        if (take_part(seen))
-          i = 0;
-        else
-          pause_briefly();
-      }
+      if (spin_until([&] { return stop_.load(std::memory_order_relaxed) || take_part(seen); }))
+        continue;
       std::unique_lock<std::mutex> lock(mutex_);
       sleepers_.fetch_add(1);
       wake_.wait(lock, [&] { return stop_.load() || is_open(state_.load(), seen); });
@@ -131,10 +143,7 @@ class Pool {
     } while (!state_.compare_exchange_weak(state, state + 1));
     seen = state / kTurn;
     drain();
-    if ((state_.fetch_sub(1) & kInside) == 1 && is_waiting_.load()) {
-      std::lock_guard<std::mutex> lock(mutex_);
-      idle_.notify_one();
-    }
+    if ((state_.fetch_sub(1) & kInside) == 1 && is_waiting_.load()) wake(idle_);
     return true;
   }
 

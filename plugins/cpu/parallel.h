@@ -1,7 +1,6 @@
 // Runs independent tasks: on the host's threads if a call gives parallel_for, else on our own pool.
 #pragma once
 
-#include <algorithm>
 #include <atomic>
 #include <cstddef>
 #include <exception>
@@ -17,6 +16,8 @@ namespace kvg {
 inline void pause_briefly() {
 #if defined(__x86_64__)
   __builtin_ia32_pause();
+#elif defined(__aarch64__)
+  __asm__ volatile("isb");
 #else
   std::this_thread::yield();
 #endif
@@ -60,9 +61,7 @@ void parallel_for(const kvg_call& call, size_t count, Body&& body) {
 template <class Body>
 void in_order(const kvg_call& call, size_t count, Body&& body) {
   std::atomic<size_t> next{0};
-  parallel_for(call, std::min(count, parallelism(call)), [&](size_t) {
-    for (size_t i; (i = next.fetch_add(1, std::memory_order_relaxed)) < count;) body(i);
-  });
+  parallel_for(call, count, [&](size_t) { body(next.fetch_add(1, std::memory_order_relaxed)); });
 }
 
 // An object whose memory the thread keeps from one call to its next. A call takes the object and

@@ -47,6 +47,7 @@ def rewritten(program: ExportedProgram, by: Callable[..., PassReport]) -> PassRe
     ("by", "dtype", "limit"),
     [
         (pack_experts, "float32", 1e-5),
+        (pack_experts, "bfloat16", 0.05),
         (fuse_experts, "float32", 1e-5),
         (fuse_experts, "bfloat16", 0.05),
     ],

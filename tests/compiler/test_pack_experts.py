@@ -279,13 +279,34 @@ def test_a_sum_that_only_a_mixture_enters_is_its_too(kind: type[Experts], is_tak
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
 
-def test_other_activations_than_float32_stay() -> None:
-    module = Experts().to(torch.bfloat16)
+@pytest.mark.parametrize("kind", [Experts, Added])
+def test_rows_in_bfloat16_are_computed_in_float32_over_the_same_weights(
+    kind: type[Experts],
+) -> None:
+    module = kind().to(torch.bfloat16)
     x, ids, weights = operands()
     given = (x.bfloat16(), ids, weights.bfloat16())
     program = torch.export.export(module, given)
+    report = packed_by(pack_experts, program, None)
+    assert (report.applied, report.unmatched) == (1, [])
+    (node,) = (node for node in program.graph.nodes if node.target is PACKED)
+    assert node.kwargs["bits"] == 16
+    assert node.args[-1] is None  # the model rounds the mixture's result, then adds
+    with torch.no_grad():
+        found = program.module()(*given)
+        exact = kind().to(torch.bfloat16).float()(*(x.bfloat16().float(), ids, weights.bfloat16()))
+    assert found.dtype is torch.bfloat16
+    torch.testing.assert_close(
+        found.float(), exact, rtol=0.02, atol=0.02 * exact.abs().max().item()
+    )
+
+
+def test_other_activations_stay() -> None:
+    module = Experts().to(torch.float16)
+    x, ids, weights = operands()
+    program = torch.export.export(module, (x.half(), ids, weights.half()))
     (sentence,) = packed_by(pack_experts, program, 16).unmatched
-    assert sentence.endswith("expected torch.float32, got torch.bfloat16")
+    assert sentence.endswith("expected torch.float32 or torch.bfloat16, got torch.float16")
 
 
 @pytest.mark.parametrize(("most", "expected"), [(32, 8), (31, 16)])

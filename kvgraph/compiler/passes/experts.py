@@ -56,13 +56,13 @@ def rewrite_mixtures(
     kinds: Collection[torch.dtype],
     replacement: Callable[[MatchedExperts], Node],
     *,
-    residuals: bool = False,
+    residuals: torch.dtype | None = None,
 ) -> PassReport:
     """Rewrite mixtures of `program` in place, for pass `name`.
 
     `kinds`: dtypes of rows and weights of mixtures to rewrite.
     `replacement`: makes the node that computes a mixture, inserted before the mixture's total.
-    `residuals`: a mixture also takes over the addition of a residual to its result.
+    `residuals`: a mixture with a result of this dtype takes over the addition of a residual to it.
     """
     report = PassReport(name)
     sums = [node for node in program.graph.nodes if node.target is SUM]
@@ -74,7 +74,7 @@ def rewrite_mixtures(
         try:
             mixture = matched(program, total)
             require_kinds(mixture, kinds)
-            if residuals:
+            if value(mixture.total).dtype is residuals:
                 mixture.residual, mixture.total = with_residual(mixture.total)
             _replace(mixture, replacement)
             report.applied += 1

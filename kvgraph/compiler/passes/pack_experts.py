@@ -1,6 +1,8 @@
 """Replace a mixture of experts by kvgraph.experts over packed weights (CPU targets).
 
-`experts.py` decides which mixtures match.
+`experts.py` decides which mixtures match. The op computes in float32, so rows in bfloat16 are cast
+to it, and its result is cast back. Mixtures in float16 stay as they are: packed weights in 16 bits
+are bfloat16.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from kvgraph.compiler.packed_weights import Packed, Section, pack_in_turn, shape
 from kvgraph.compiler.passes import PassReport
 from kvgraph.compiler.passes.experts import rewrite_mixtures
 from kvgraph.compiler.passes.mixtures import Layer, MatchedExperts
-from kvgraph.compiler.passes.operands import cast
+from kvgraph.compiler.passes.operands import add_call, cast, value
 from kvgraph.compiler.passes.parameters import add_packed, array_of, stored_of
 from kvgraph.compiler.values import Coded
 from kvgraph.compiler.weights import Weights
@@ -23,15 +25,18 @@ from kvgraph.ops import torch_ops
 from kvgraph.ops.packed import Form
 
 PACKED = torch_ops.experts.default
+BITS = {torch.float32: 32, torch.bfloat16: 16}
+"""Bits in which a mixture's weights keep their numbers, by the dtype of its rows and weights."""
 
 
 def pack_experts(program: ExportedProgram, bits: int | None, weights: Weights) -> PassReport:
-    """Rewrite `program` in place; its packed weights are made later. `bits`: None keeps float32."""
+    """Rewrite `program` in place; its packed weights are made later. `bits`: None keeps numbers."""
 
     def replacement(mixture: MatchedExperts) -> Node:
-        return _packed(program, mixture, 32 if bits is None else bits, weights)
+        own = BITS[value(mixture.x).dtype]
+        return _packed(program, mixture, own if bits is None else bits, weights)
 
-    return rewrite_mixtures(program, "pack_experts", (torch.float32,), replacement, residuals=True)
+    return rewrite_mixtures(program, "pack_experts", BITS, replacement, residuals=torch.float32)
 
 
 def _packed(program: ExportedProgram, mixture: MatchedExperts, bits: int, weights: Weights) -> Node:
@@ -45,12 +50,10 @@ def _packed(program: ExportedProgram, mixture: MatchedExperts, bits: int, weight
     ]
     packed, rest = given[::4], [x for i, x in enumerate(given) if i % 4]
     attributes: dict[str, float] = {"inner_features": inner, **form.attributes}
-    chosen = cast(mixture.ids, torch.int32), mixture.weights
-    operands = (mixture.x, *chosen, *packed, *rest, mixture.residual)
-    whole: Node = program.graph.call_function(
-        PACKED, operands, attributes | mixture.gate.attributes
-    )
-    return whole
+    x, chosen = cast(mixture.x, torch.float32), cast(mixture.weights, torch.float32)
+    operands = (x, cast(mixture.ids, torch.int32), chosen, *packed, *rest, mixture.residual)
+    whole = add_call(program.graph, PACKED, *operands, **attributes, **mixture.gate.attributes)
+    return cast(whole, value(mixture.total).dtype)
 
 
 def _add(

@@ -326,7 +326,8 @@ def register_ops(options: SessionOptions) -> None:
     """
     native.isa()
     path = native.library_path("onnxruntime")
-    native.opened(path)
+    library = native.opened(path)
+    library.kvg_cpu_set_num_threads(options.intra_op_num_threads)  # that share a layer's weights
     try:
         options.register_custom_ops_library(str(path))
     except Exception as error:  # ONNX Runtime raises many classes
