@@ -23,6 +23,7 @@ from kvgraph.bench.figures import make_figures
 from kvgraph.bench.limits import Gemm, Limits, read_limits
 from kvgraph.bench.protocol import Case, Settings, make_prompts, plan_cases
 from kvgraph.contract.manifest import read_manifest
+from kvgraph.runtime.machine import memory
 from tests.support.artifacts import Compiled
 from tests.support.packed import pack
 
@@ -329,7 +330,7 @@ def test_the_buffer_leaves_every_cache(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_memory_is_the_containers(tmp_path: Path) -> None:
-    whole, own = machine.memory(tmp_path, tmp_path / "none"), tmp_path / "own"
+    whole, own = memory(tmp_path, tmp_path / "none"), tmp_path / "own"
     for group, name in (
         ("0::/", "memory.max"),
         ("0::/a/b", "a/memory.max"),
@@ -340,5 +341,5 @@ def test_memory_is_the_containers(tmp_path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         for said, expected in (("max", whole), (str(1 << 60), whole), (str(1 << 20), 1 << 20)):
             path.write_text(f"{said}\n")
-            assert machine.memory(tmp_path, own) == expected
+            assert memory(tmp_path, own) == expected
         path.unlink()

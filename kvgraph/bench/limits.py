@@ -22,9 +22,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from kvgraph.bench.machine import last_level_cache, memory, thread_environment
+from kvgraph.bench.machine import last_level_cache, thread_environment
 from kvgraph.contract.plain import from_plain
 from kvgraph.errors import KVGraphError
+from kvgraph.runtime.machine import memory
 
 if TYPE_CHECKING:
     from types import ModuleType

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from kvgraph.contract.devices import first_processor, processors
 from kvgraph.errors import RequestError
-from kvgraph.runtime.machine import CGROUPS, OWN_CGROUPS, TOPOLOGY, default_threads, memory_limit
+from kvgraph.runtime.machine import TOPOLOGY, default_threads, memory
 
 
 def check_threads(threads: int | None) -> int:
@@ -50,13 +50,6 @@ def _caches(processor: Path) -> list[tuple[int, str]]:
         sharing = path.with_name("shared_cpu_list").read_text().strip()
         found.append((int(text.rstrip("KMG")) * factor, sharing))
     return found
-
-
-def memory(cgroups: Path = CGROUPS, own: Path = OWN_CGROUPS) -> int:
-    """Bytes of memory of the machine, or of the container if its limit is lower."""
-    whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    limit = memory_limit(cgroups, own)
-    return whole if limit is None else min(whole, limit)
 
 
 def describe() -> dict[str, object]:

@@ -42,7 +42,10 @@ PageSize = Annotated[
 ]
 NumPages = Annotated[
     int | None,
-    typer.Option(help="Pages of the pool [default: 1 GiB; on a GPU, 0.9 of the rest]."),
+    typer.Option(
+        help="Pages of the pool [default: 1 GiB, or a quarter of the memory if that is less; on a "
+        "GPU, 0.9 of the rest]."
+    ),
 ]
 Threads = Annotated[
     int | None,

@@ -1,8 +1,9 @@
-"""Default size of a cache: 1 GiB of host memory, or most of a device's free memory.
+"""Default size of a cache: 1 GiB of host memory at most, or most of a device's free memory.
 
 A device is assumed to serve this engine alone. Its cache takes DEVICE_CACHE_SHARE of the memory
 that the weights and the largest step leave free. To measure this, the largest step is run once,
 on a temporary pool. Host memory is shared with other processes, and only touched as pages are used.
+Prefix caching uses all pages in time: a small machine or container must not run out of memory then.
 """
 
 from __future__ import annotations
@@ -16,9 +17,12 @@ from kvgraph.kv.memory import DEVICE_CACHE_SHARE, most_pages
 from kvgraph.kv.paged import PagedKVCacheManager
 from kvgraph.kv.requests import TextContext
 from kvgraph.progress import task
+from kvgraph.runtime.machine import memory
 from kvgraph.runtime.sessions.base import Session
 
 HOST_BYTES = 1 << 30
+HOST_SHARE = 4
+"""A pool takes at most one part in so many of the memory of the machine or container."""
 
 
 def default_bytes(
@@ -29,7 +33,7 @@ def default_bytes(
     """
     free = session.free_memory()
     if free is None:
-        return HOST_BYTES
+        return min(HOST_BYTES, memory() // HOST_SHARE)
     try:
         with task("measuring the largest step", tokens, "tokens") as advance:
             _run_largest_step(params, session, tokens, logits, longest)

@@ -32,8 +32,9 @@ class CacheConfig:
     `num_pages`: pages of each leaf. None: as many as fit `cache_memory` bytes, but no more than the
     rows of a batch need at the model's maximum length; leaves with a window get what their windows
     need. Only a paged cache takes `num_pages` or `cache_memory`.
-    `cache_memory`: bytes of the pool. None: 1 GiB in host memory; on a GPU, 0.9 of the memory that
-    the weights and the largest step leave free. That step is run once to measure it.
+    `cache_memory`: bytes of the pool. None: 1 GiB in host memory, but at most a quarter of the
+    memory of the machine or container; on a GPU, 0.9 of the memory that the weights and the
+    largest step leave free. That step is run once to measure it.
     `enable_prefix_caching`: whether requests share pages of equal prefixes. None: on if the kind
     of cache can share pages.
     """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -79,6 +80,13 @@ def memory_limit(cgroups: Path = CGROUPS, own: Path = OWN_CGROUPS) -> int | None
             with suppress(OSError, ValueError):  # none, or "max"
                 found.append(int((group / name).read_text()))
     return min(found, default=None)
+
+
+def memory(cgroups: Path = CGROUPS, own: Path = OWN_CGROUPS) -> int:
+    """Bytes of memory of the machine, or of the container if its limit is lower."""
+    whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    limit = memory_limit(cgroups, own)
+    return whole if limit is None else min(whole, limit)
 
 
 def _groups(controller: str, cgroups: Path, own: Path) -> Iterator[Path]:

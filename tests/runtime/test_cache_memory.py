@@ -12,6 +12,7 @@ pytest.importorskip("onnx", reason="the fake runtime evaluates ONNX graphs")
 from kvgraph import Engine
 from kvgraph.errors import CapacityError
 from kvgraph.kv.memory import DEVICE_CACHE_SHARE
+from kvgraph.runtime import cache_memory
 from kvgraph.runtime.cache_memory import HOST_BYTES
 from tests.runtime.tensorrt_machine import PROMPTS, Machine, tokens_of
 
@@ -47,6 +48,14 @@ def test_a_pool_is_not_larger_than_the_engine_takes(gpu: Machine) -> None:
     session = gpu.artifact().session()
     engine = Engine(session.artifact, session=session, max_batch_size=40)
     assert engine.stats().num_pages == session.limits["num_page_slots"] - 1
+
+
+def test_a_small_machine_or_container_gives_a_quarter(
+    compiled: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cache_memory, "memory", lambda: 64 << 20)
+    engine = Engine(compiled("tiny-llama"), max_batch_size=10_000)
+    assert engine.stats().num_pages == (16 << 20) // engine.kv.params.bytes_per_page
 
 
 def test_of_host_memory_what_is_said(compiled: Callable[..., Path]) -> None:
