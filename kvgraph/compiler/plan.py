@@ -16,12 +16,14 @@ from kvgraph.compiler.frontends.folder import checkpoint_dtype, quantization, re
 from kvgraph.compiler.frontends.found_instead import require_known_names
 from kvgraph.compiler.frontends.gguf import as_folder
 from kvgraph.compiler.frontends.left_plain import left_plain, left_plain_experts
+from kvgraph.compiler.frontends.lengths import required_length
 from kvgraph.compiler.frontends.stored_forms import doubts_of, stored_forms
 from kvgraph.compiler.options import resolve
 from kvgraph.compiler.reserve import Reserve
 from kvgraph.contract.dims import ceildiv
 from kvgraph.contract.dtypes import WEIGHT_BITS
 from kvgraph.contract.loading import require_package
+from kvgraph.contract.manifest_values import MOST
 from kvgraph.errors import ParamsError, UnsupportedError
 from kvgraph.kv.memory import DEFAULT_BATCH_TOKENS
 
@@ -154,8 +156,8 @@ def _require_steps(max_batch_size: int, max_batch_tokens: int) -> None:
 
 
 def _length(model: ModelSizes, given: int | None) -> int:
-    length = model.max_seq_len if given is None else given
-    most = max(model.max_seq_len, model.most_seq_len)
+    length = required_length(model.max_seq_len) if given is None else given
+    most = min(MOST, max(model.max_seq_len, model.most_seq_len))
     if not 1 <= length <= most:
         raise ParamsError(f"max_seq_len: expected 1 to {most} from the model, got {length}")
     return length

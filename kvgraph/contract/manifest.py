@@ -227,11 +227,12 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
     """Write `manifest.json` atomically, with its own hash in it.
 
     Mappings keep their order: the order of a layout's leaves is the order of the bindings.
-    ArtifactError, with nothing written, for text that `read_manifest` refuses.
+    ArtifactError, with nothing written, for text and values that `read_manifest` refuses.
     """
     fields = to_plain(manifest)
     try:
         require_plain_text(fields)
+        _require_values(manifest)
     except ValueError as error:
         raise ArtifactError(f"{folder / MANIFEST_NAME}: {error}") from error
     text = to_json(fields | {"sha256": _hash(fields)}, indent=1)

@@ -88,6 +88,15 @@ def test_config_that_transformers_refuses(model: Path, tmp_path: Path) -> None:
     assert refused(model, tmp_path).startswith(f"{model}/config.json: ")
 
 
+@pytest.mark.parametrize("length", [1 << 31, 10**12])
+def test_a_context_that_no_graph_has(model: Path, tmp_path: Path, length: int) -> None:
+    configure(model, max_position_embeddings=length)
+    assert either(tmp_path, model) == (
+        f"config.json: max_position_embeddings: expected at most 2147483647, got {length}; correct "
+        "it, or give --max-seq-len"
+    )
+
+
 @pytest.mark.parametrize("keep", [0, 5, 1000, 4_000_000])
 def test_truncated_weights(model: Path, tmp_path: Path, keep: int) -> None:
     weights = model / "model.safetensors"

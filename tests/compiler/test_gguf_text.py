@@ -212,6 +212,7 @@ def text_of(path: Path) -> dict[str, str]:
         ({"eos_token_id": 258}, [258]),
         ({"eos_token_id": 258, "eot_token_id": 259, "eom_token_id": 258}, [258, 259]),
         ({"eom_token_id": 258}, [258]),
+        ({"eos_token_id": 258, "eot_token_id": (1 << 32) - 1, "eom_token_id": 5000}, [258]),
     ],
 )
 def test_end_tokens(

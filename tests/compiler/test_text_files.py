@@ -84,6 +84,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ('{"eos_token_id": [2, null]}', "eos_token_id: expected an integer, got NoneType None"),
         ('{"eos_token_id": "151645"}', "eos_token_id: expected an integer, got str '151645'"),
         ('{"eos_token_id": 2.5}', "eos_token_id: expected an integer, got float 2.5"),
+        ('{"eos_token_id": 4294967296}', "eos_token_id: expected an id of 32 bits, got 4294967296"),
         *(
             (f'{{"do_sample": true, "{name}": {value}}}', f"{name}: expected {expected}, got ")
             for name, value, expected in (

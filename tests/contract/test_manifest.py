@@ -8,6 +8,7 @@ import io
 import json
 import os
 import random
+import re
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -111,6 +112,24 @@ def test_what_no_reader_takes_is_not_written(artifact: Path, text: str) -> None:
     message = r"manifest\.json: expected text without control characters, in UTF-8, got 'a\\"
     with pytest.raises(ArtifactError, match=message):
         write_manifest(artifact, replace(manifest, notes=[text]))
+    assert (artifact / "manifest.json").read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"max_seq_len": 1 << 31}, "max_seq_len: expected <= 2147483647, got 2147483648"),
+        ({"eos_token_ids": [1 << 32]}, "eos_token_ids: expected an id of 32 bits, got 4294967296"),
+        ({"bos_token_id": -1 << 31}, "bos_token_id: expected an id of 32 bits, got -2147483648"),
+    ],
+)
+def test_values_that_no_reader_takes_are_not_written(
+    change: dict[str, Any], message: str, artifact: Path
+) -> None:
+    before = (artifact / "manifest.json").read_bytes()
+    manifest = read_manifest(artifact)
+    with pytest.raises(ArtifactError, match=rf"manifest\.json: model\.{re.escape(message)}$"):
+        write_manifest(artifact, replace(manifest, model=replace(manifest.model, **change)))
     assert (artifact / "manifest.json").read_bytes() == before
 
 

@@ -99,7 +99,7 @@ def ends(reader: Reader) -> list[int]:
         if token in spelled and type_ in (CONTROL, USER_DEFINED)
     ]
     said = {end: tokens[end] if 0 <= end < len(tokens) else None for end in found}
-    kept = {*said.values()}
+    kept = {*said.values()} - {None}  # an id of no token is ignored
     if kept & {"<|call|>", "<|calls|>"} and kept & {"<|return|>", "<|flush|>"}:
         kept.discard("<|end|>")  # ends a message of Harmony, but not the answer
     if kept & {"<|tool_response>", "<|plamo:eos|>"}:

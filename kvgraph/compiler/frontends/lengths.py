@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator, Mapping
 from copy import deepcopy
 
+from kvgraph.contract.manifest_values import MOST
 from kvgraph.errors import ModelError
 
 DYNAMIC, LINEAR, YARN = "dynamic", "linear", "yarn"
@@ -16,6 +17,16 @@ LONG, FORMER = "longrope", "su"
 
 RopeParameters = Mapping[str, object]
 """A configuration's `rope_parameters` or `rope_scaling`: for all layers, or by layer type."""
+
+
+def required_length(own: int) -> int:
+    """The configuration's context length. ModelError if no graph has so many tokens."""
+    if own > MOST:
+        raise ModelError(
+            f"config.json: max_position_embeddings: expected at most {MOST}, got {own}; correct "
+            "it, or give --max-seq-len"
+        )
+    return own
 
 
 def most_tokens(given: RopeParameters, own: int) -> int:

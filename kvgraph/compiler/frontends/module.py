@@ -20,7 +20,9 @@ from kvgraph.compiler.frontends.text_files import (
 )
 from kvgraph.compiler.model import Model
 from kvgraph.contract.generation import GENERATION
+from kvgraph.contract.manifest_values import MOST
 from kvgraph.contract.tokenizer import read_tokenizer
+from kvgraph.contract.values import require_integer
 from kvgraph.errors import ModelError, UnsupportedError
 
 PACKED = (
@@ -52,6 +54,8 @@ def load(
     if vocab_size is None or max_seq_len is None:
         missing = "vocab_size" if vocab_size is None else "max_seq_len"
         raise UnsupportedError(f"{missing}: expected a value to compile an nn.Module, got None")
+    for name, value in (("vocab_size", vocab_size), ("max_seq_len", max_seq_len)):
+        require_integer(name, value, UnsupportedError, least=1, most=MOST)
     _require_python(module)
     _require_values(module)
     own, first = _dtype(module)

@@ -22,8 +22,10 @@ from kvgraph.compiler.frontends.lengths import (
     RopeParameters,
     most_tokens,
     number,
+    required_length,
 )
 from kvgraph.compiler.quiet import first_line
+from kvgraph.contract.manifest_values import MOST
 from kvgraph.errors import ModelError, ParamsError, UnsupportedError
 from kvgraph.signal_handlers import reraise_if_signalled
 
@@ -56,12 +58,14 @@ def longest(config: PretrainedConfig, asked: int | None) -> int | None:
     """Tokens of the longest context: `asked`, or the model's own; None if it has no limit.
 
     ParamsError: `asked` is above the limit of the model's frequencies (`lengths.most_tokens`).
-    ModelError: rotary parameters are no numbers.
+    ModelError: rotary parameters are no numbers; the model's own length is above MOST.
     """
     own: int | None = getattr(config, "max_position_embeddings", None)
-    if asked is None or own is None:
-        return own
-    most = most_tokens(parameters_of(config), own)
+    if own is None:
+        return None
+    if asked is None:
+        return required_length(own)
+    most = min(MOST, most_tokens(parameters_of(config), own))
     if not 1 <= asked <= most:
         raise ParamsError(
             f"max_seq_len: expected 1 to {most} tokens from the model's config.json, got {asked}"

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, cast
 from kvgraph.compiler.frontends.folder import Config, read_json
 from kvgraph.contract.files import read_text
 from kvgraph.contract.generation import GENERATION, require_suggested, suggested
+from kvgraph.contract.manifest_values import MOST
 from kvgraph.contract.plain import JsonObject
 from kvgraph.contract.tokenizer import read_tokenizer
 from kvgraph.contract.values import require_integer
@@ -335,16 +336,23 @@ def as_ids(
     name: str, given: int | Iterable[int] | None, refusal: type[KVGraphError]
 ) -> tuple[int, ...]:
     """Token ids of a field that holds one id, several or None. Raise `refusal`, with `name` in its
-    message, for anything that is no integer."""
+    message, for anything that is no integer of 32 bits."""
     if given is None:
         return ()
     several: list[object] = [given]
     if isinstance(given, Iterable) and not isinstance(given, str | bytes):
         with suppress(TypeError):  # an array of no dimensions is one id
             several = list(given)
-    return tuple(require_integer(name, each, refusal) for each in several)
+    return tuple(_id(name, each, refusal) for each in several)
 
 
 def as_id(name: str, given: int | None, refusal: type[KVGraphError]) -> int | None:
     """The token id of a field that holds one id or None. Raise `refusal` as `as_ids` does."""
-    return None if given is None else require_integer(name, given, refusal)
+    return None if given is None else _id(name, given, refusal)
+
+
+def _id(name: str, given: object, refusal: type[KVGraphError]) -> int:
+    found = require_integer(name, given, refusal)
+    if abs(found) > MOST:
+        raise refusal(f"{name}: expected an id of 32 bits, got {found}")
+    return found
