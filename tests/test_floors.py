@@ -93,6 +93,81 @@ def test_no_file_is_above_400_lines() -> None:
     assert not {name: count for name, count in lines.items() if count > 400}
 
 
+def in_the_locale(tree: ast.AST) -> list[int]:
+    """Lines of calls that read or write text in the encoding of the user's locale."""
+    nodes = list(ast.walk(tree))
+    entered = {id(node.context_expr) for node in nodes if isinstance(node, ast.withitem)}
+    return [n.lineno for n in nodes if isinstance(n, ast.Call) and _lacks(n, id(n) in entered)]
+
+
+def _lacks(call: ast.Call, is_entered: bool) -> bool:
+    named = {word.arg: word.value for word in call.keywords}
+    if "encoding" in named:
+        return False
+    if isinstance(call.func, ast.Name):
+        owner, name = "", call.func.id
+    elif isinstance(call.func, ast.Attribute):
+        owner, name = ast.unparse(call.func.value), call.func.attr
+    else:
+        return False
+    if owner and name in ("read_text", "write_text"):
+        return len(call.args) <= (name == "write_text")  # the encoding is the next argument
+    if name not in ("open", "fdopen") or (owner, name) == ("os", "open"):
+        return False
+    place = 0 if name == "open" and owner else 1
+    mode = named.get("mode", call.args[place] if len(call.args) > place else None)
+    if mode is None:  # other things than paths have a method `open` too
+        return not owner or name == "fdopen" or (is_entered and not call.args)
+    if not (isinstance(mode, ast.Constant) and isinstance(mode.value, str)):
+        return not owner or name == "fdopen"
+    return "b" not in mode.value and set(mode.value) <= set("rwxat+")
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "path.read_text()",
+        "path.read_text(errors='replace')",
+        "(folder / name).write_text(text)",
+        "open(path)",
+        "open(path, 'w')",
+        "open(path, mode)",
+        "os.fdopen(file, 'w')",
+        "path.open('a')",
+        "with path.open() as file: ...",
+    ],
+)
+def test_text_in_the_locale_is_found(line: str) -> None:
+    tree = ast.parse(line)
+    assert in_the_locale(tree) == [1]
+    for call in ast.walk(tree):
+        if isinstance(call, ast.Call):
+            call.keywords.append(ast.keyword("encoding", ast.Constant("utf-8")))
+    assert in_the_locale(tree) == []
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "path.read_text('ascii')",
+        "read_text(path, ModelError)",
+        "open(path, 'rb')",
+        "path.open('xb')",
+        "os.open(path, flags)",
+        "os.fdopen(file, 'rb')",
+        "folder.open(name, flags)",
+        "rows = source.open()",
+    ],
+)
+def test_what_is_no_text_in_the_locale(line: str) -> None:
+    assert in_the_locale(ast.parse(line)) == []
+
+
+def test_text_files_are_utf_8_in_every_locale() -> None:
+    found = {p.relative_to(PACKAGE): in_the_locale(ast.parse(p.read_text("utf-8"))) for p in FILES}
+    assert not {str(name): lines for name, lines in found.items() if lines}
+
+
 @pytest.mark.parametrize(
     ("line", "expected"),
     [

@@ -124,6 +124,7 @@ ENVIRONMENT = {
     "KVGRAPH_CPU_ISA",
     "ORT_DISABLE_TELEMETRY",
     "RAY_ADDRESS",
+    "TMPDIR",
     "XDG_CACHE_HOME",
 }
 """Environment variables that kvgraph reads."""

@@ -127,7 +127,7 @@ def _run_process(
     progress("preparing the model" if job["phase"] == "prepare" else "starting")
     with scratch("bench") as folder:
         path = folder / "job.json"
-        path.write_text(json.dumps(job))
+        path.write_text(json.dumps(job), encoding="utf-8")
         log = folder / "log"
         with log.open("wb") as file, _worker(spec, path, file, job["threads"]) as process:
             began = time.monotonic()
@@ -218,6 +218,6 @@ def _take_events(
 
 def _reason(status: int, log: Path) -> str:
     """Reason why a worker ended without an event: its signal or status, and its last line."""
-    lines = log.read_text(errors="replace").strip().splitlines()
+    lines = log.read_text(errors="replace", encoding="utf-8").strip().splitlines()
     how = f"signal {signal.Signals(-status).name}" if status < 0 else f"exit status {status}"
     return f"the process ended with {how}" + (f": {lines[-1].strip()[:300]}" if lines else "")

@@ -45,9 +45,9 @@ def _caches(processor: Path) -> list[tuple[int, str]]:
     """Size in bytes of each cache of a processor, and the processors that share it."""
     found = []
     for path in processor.glob("cache/index*/size"):
-        text = path.read_text().strip()
+        text = path.read_text(encoding="utf-8").strip()
         factor = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}.get(text[-1], 1)
-        sharing = path.with_name("shared_cpu_list").read_text().strip()
+        sharing = path.with_name("shared_cpu_list").read_text(encoding="utf-8").strip()
         found.append((int(text.rstrip("KMG")) * factor, sharing))
     return found
 

@@ -40,7 +40,7 @@ WEIGHTS = (".safetensors", ".bin", ".pt", ".pth")
 
 
 def main() -> None:
-    lines = os.fdopen(os.dup(1), "w")
+    lines = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
 
     def say(event: str, **fields: Any) -> None:
@@ -96,7 +96,7 @@ def make_folder(folder: Path, tool: str, command: list[str], *, partial: Path, s
     if done.returncode:
         last = (done.stderr.strip() or "no message").splitlines()[-1]
         raise RuntimeError(f"{tool}: exit status {done.returncode}: {last}")
-    (made / SOURCE).write_text(source)
+    (made / SOURCE).write_text(source, encoding="utf-8")
     os.rename(made, folder)
 
 
@@ -105,7 +105,7 @@ def require_source(folder: Path, source: str) -> None:
     path = folder / SOURCE
     if not path.is_file():
         got = f"one without a file {SOURCE}"
-    elif path.read_text() != source:
+    elif path.read_text(encoding="utf-8") != source:
         got = "one of another model or of other weights"
     else:
         return

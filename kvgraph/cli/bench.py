@@ -15,7 +15,7 @@ import typer
 from rich.console import Console
 
 from kvgraph.cli.console import stderr, terminable, write_json
-from kvgraph.cli.options import Json
+from kvgraph.cli.options import Json, named
 from kvgraph.contract.files import replacing, require_replaceable
 from kvgraph.contract.leftovers import scratch
 from kvgraph.contract.plain import to_json
@@ -31,7 +31,10 @@ WIDTH = 100
 
 def bench(
     artifacts: Annotated[
-        list[Path], typer.Argument(metavar="DIR...", help="Artifact folders of one model, for cpu.")
+        list[Path],
+        typer.Argument(
+            metavar="DIR...", parser=named, help="Artifact folders of one model, for cpu."
+        ),
     ],
     peers: Annotated[
         list[str] | None,
@@ -42,11 +45,18 @@ def bench(
         ),
     ] = None,
     model: Annotated[
-        Path | None, typer.Option(metavar="MODEL_DIR", help="Hugging Face checkpoint for --peers.")
+        Path | None,
+        typer.Option(
+            metavar="MODEL_DIR", parser=named, help="Hugging Face checkpoint for --peers."
+        ),
     ] = None,
     peer_models: Annotated[
         Path | None,
-        typer.Option(help="Where peers keep the model in their formats [default: for this run]."),
+        typer.Option(
+            metavar="<path>",
+            parser=named,
+            help="Where peers keep the model in their formats [default: for this run].",
+        ),
     ] = None,
     threads: Annotated[
         int | None, typer.Option(help="CPU threads [default: one for each core].")

@@ -10,14 +10,16 @@ import typer
 
 from kvgraph.bars import Bars
 from kvgraph.cli.console import print_json, stderr, stdout
-from kvgraph.cli.options import Json
+from kvgraph.cli.options import Json, named
 from kvgraph.cli.show import titled
 from kvgraph.plural import plural
 from kvgraph.progress import task
 
 app = typer.Typer(no_args_is_help=True, help="The folder of a disk tier.")
 
-CacheFolder = Annotated[Path, typer.Argument(metavar="DIR", help="Folder of a disk tier.")]
+CacheFolder = Annotated[
+    Path, typer.Argument(metavar="DIR", parser=named, help="Folder of a disk tier.")
+]
 
 
 @app.command("stat")

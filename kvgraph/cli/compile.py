@@ -15,6 +15,7 @@ from kvgraph.cli.options import (
     Json,
     PageSize,
     WeightsOption,
+    named,
     require_file,
 )
 from kvgraph.cli.show import grouped, quality_line
@@ -29,14 +30,22 @@ if TYPE_CHECKING:
 
 def compile(
     output: Annotated[
-        Path, typer.Option("--output", "-o", readable=False, help="Artifact folder to make.")
+        Path,
+        typer.Option(
+            "--output", "-o", metavar="<path>", parser=named, help="Artifact folder to make."
+        ),
     ],
     model: Annotated[
-        Path | None, typer.Argument(metavar="MODEL_DIR", help="Hugging Face checkpoint.")
+        Path | None,
+        typer.Argument(metavar="MODEL_DIR", parser=named, help="Hugging Face checkpoint."),
     ] = None,
     from_artifact: Annotated[
         Path | None,
-        typer.Option(help="Build the engine of a TensorRT artifact on this machine."),
+        typer.Option(
+            metavar="<path>",
+            parser=named,
+            help="Build the engine of a TensorRT artifact on this machine.",
+        ),
     ] = None,
     target: Annotated[
         str | None,
@@ -93,7 +102,7 @@ def compile(
     dump_passes: Annotated[
         Path | None,
         typer.Option(
-            metavar="DIR", readable=False, help="Write the graph after each pass to DIR, as text."
+            metavar="DIR", parser=named, help="Write the graph after each pass to DIR, as text."
         ),
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace an artifact at DIR.")] = False,

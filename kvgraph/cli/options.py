@@ -17,7 +17,17 @@ Dtype = StrEnum("Dtype", ACTIVATIONS)  # type: ignore[misc]  # the members are i
 Weights = StrEnum("Weights", WEIGHTS)  # type: ignore[misc]
 CacheDtype = StrEnum("CacheDtype", POOLS)  # type: ignore[misc]
 
-ArtifactFolder = Annotated[Path, typer.Argument(metavar="DIR", help="Artifact folder.")]
+
+def named(given: str) -> Path:
+    """The path of an option or argument. BadParameter for "": Path("") is the working folder."""
+    if not given:
+        raise typer.BadParameter("expected a path, got ''")
+    return Path(given)
+
+
+ArtifactFolder = Annotated[
+    Path, typer.Argument(metavar="DIR", parser=named, help="Artifact folder.")
+]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON for a program to read.")]
 Verify = Annotated[
     bool, typer.Option("--verify", help="Hash every file, those that have not changed too.")
@@ -72,7 +82,7 @@ SessionName = Annotated[
 HostMemory = Annotated[
     str | None, typer.Option(help="Keep pages in host memory too, such as 4GiB.")
 ]
-DiskFolder = Annotated[  # str, not Path: Path("") is the current folder
+DiskFolder = Annotated[  # str: an empty one is refused where it is used
     str | None,
     typer.Option(metavar="PATH", help="Folder that keeps pages from run to run, for one user."),
 ]

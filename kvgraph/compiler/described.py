@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from kvgraph.compiler.cache import LayerNeed
 from kvgraph.compiler.frontends.left_plain import Rule
 from kvgraph.compiler.frontends.stored_forms import PLAIN, StoredForms
+from kvgraph.compiler.joined_forms import KeptAs, Takes, joined_form, kept_in
 from kvgraph.compiler.packed_weights import shapes
 from kvgraph.compiler.passes import TABLE_BYTES
 from kvgraph.contract.dtypes import AS_STORED, itemsize
@@ -15,14 +17,18 @@ from kvgraph.contract.mixtures import Mixture, joined
 from kvgraph.ops import matrices
 from kvgraph.ops.packed import Form
 
+MATRICES = ("gate_up_proj", "down_proj")
+"""Parameters of a layer of experts, which have the matrices of all of them."""
+
 
 @dataclass(frozen=True, order=True)
 class Linear:
     """The shape and role of a linear layer.
 
     `is_tied`: its weight is the embedding table's. `is_head`: its outputs are logits.
-    `is_plain`: a quantised checkpoint stores it unquantised.
-    `name`: name of its module, if known.
+    `name`: name of its module, if known. `beside`: name of the layer that kernels of CPUs join it
+    with: an up projection with its gate.
+    `kept`: how a quantised checkpoint stores it, and then the layer beside it.
     """
 
     out_features: int
@@ -30,14 +36,18 @@ class Linear:
     has_bias: bool
     is_tied: bool = False
     is_head: bool = False
-    is_plain: bool = False
     name: str = field(default="", compare=False)
+    beside: str = field(default="", compare=False)
+    kept: tuple[KeptAs, ...] = field(default=(), compare=False)
 
 
 @dataclass(frozen=True, order=True)
 class Experts:
     """A layer of `count` gated experts. A token uses `active` of them; each of `ranks` holds an
-    equal share."""
+    equal share.
+
+    `kept`: how a quantised checkpoint stores their matrices, which kernels join.
+    """
 
     count: int
     active: int
@@ -45,8 +55,8 @@ class Experts:
     inner_features: int
     has_bias: bool
     ranks: int = 1
-    is_plain: bool = False
     name: str = field(default="", compare=False)
+    kept: tuple[KeptAs, ...] = field(default=(), compare=False)
 
     @property
     def held(self) -> int:
@@ -85,8 +95,6 @@ class ModelSizes:
     other_elements: int
     rotary_dims: tuple[int, ...]
     experts: tuple[Experts, ...] = ()
-    stored: StoredForms | None = None
-    """Forms in which the checkpoint stores its weights, if they are kept so; None: not known."""
     notes: tuple[str, ...] = ()
     """Sentences about the model that a plan prints."""
     most_seq_len: int = 0
@@ -114,36 +122,38 @@ class ModelSizes:
                 experts=each.count,
                 active=each.active,
                 parameters=each.elements,
-                bytes=_expert_bytes(each, dtype, self._form_of_experts(each, bits), on_cpu),
+                bytes=_expert_bytes(each, dtype, _form_of_experts(each, bits, on_cpu), on_cpu),
             )
             for each in self.experts
         )
 
-    def _form_of_experts(self, experts: Experts, bits: int | None) -> Form | None:
-        """The form in which experts are packed; None: plain, in the activations' dtype."""
-        if bits == AS_STORED:
-            assert self.stored is not None
-            return PLAIN if experts.is_plain else self.stored.experts
-        return None if bits is None else Form(bits)
-
-    def _form_of(self, linear: Linear, bits: int) -> Form:
-        if bits != AS_STORED:
-            return Form(bits)
-        assert self.stored is not None
-        if linear.is_plain:
-            return PLAIN
-        return self.stored.head if linear.is_head else self.stored.linears
-
-    def kept_as(self, forms: StoredForms, linears: Rule, experts: Rule) -> ModelSizes:
+    def kept_as(
+        self, tensors: Mapping[str, KeptAs], forms: StoredForms, linears: Rule, experts: Rule
+    ) -> ModelSizes:
         """The same model with the forms in which a quantised checkpoint stores it.
 
-        `linears`, `experts`: whether a layer of that name is stored unquantised.
+        `tensors`: how each parameter is stored whose tensors are at hand. For others:
+        `forms`: the forms; `linears`, `experts`: whether a layer of that name is plain.
         """
+
+        def of_linear(linear: Linear) -> KeptAs:
+            form = forms.head if linear.is_head else forms.linears
+            given = kept_in(PLAIN if linears(linear.name) else form)
+            return tensors.get(f"{linear.name}.weight", given)
+
+        def of_experts(layer: Experts) -> tuple[KeptAs, ...]:
+            names = [f"{layer.name}.{matrix}" for matrix in MATRICES]
+            found = tuple(tensors[name] for name in names if name in tensors)
+            return found or (kept_in(PLAIN if experts(layer.name) else forms.experts),)
+
+        own = {each.name: of_linear(each) for each in self.linears}
         return replace(
             self,
-            stored=forms,
-            linears=tuple(replace(each, is_plain=linears(each.name)) for each in self.linears),
-            experts=tuple(replace(each, is_plain=experts(each.name)) for each in self.experts),
+            linears=tuple(
+                replace(each, kept=tuple(own[n] for n in (each.name, each.beside) if n in own))
+                for each in self.linears
+            ),
+            experts=tuple(replace(each, kept=of_experts(each)) for each in self.experts),
         )
 
     def weight_bytes(self, dtype: str, bits: int | None, on_cpu: bool = False) -> int:
@@ -172,9 +182,8 @@ class ModelSizes:
         if bits is None:
             return sum(map(_elements, linears)) * itemsize(dtype)
         if not on_cpu:
-            forms = [(linear, self._form_of(linear, bits)) for linear in linears]
-            return sum(_gpu_bytes(linear, form, dtype) for linear, form in forms)
-        return sum(_packed_bytes(linear, self._form_of(linear, bits)) for linear in linears)
+            return sum(_gpu_bytes(each, _form_of(each, bits, on_cpu), dtype) for each in linears)
+        return sum(_packed_bytes(each, _form_of(each, bits, on_cpu)) for each in linears)
 
     def _other_bytes(self, dtype: str) -> int:
         return self.other_elements * itemsize(dtype)
@@ -187,6 +196,27 @@ class ModelSizes:
 
 def _elements(linear: Linear) -> int:
     return linear.out_features * (linear.in_features + linear.has_bias)
+
+
+def _form_of(linear: Linear, bits: int, on_cpu: bool) -> Form:
+    """The form in which a layer is packed. Kernels of GPUs join no layers of different forms."""
+    if bits != AS_STORED:
+        return Form(bits)
+    kept = linear.kept if on_cpu else linear.kept[:1]
+    return joined_form(kept, _takes(linear.in_features, on_cpu))[0]
+
+
+def _form_of_experts(experts: Experts, bits: int | None, on_cpu: bool) -> Form | None:
+    """The form in which experts are packed; None: plain, in the activations' dtype."""
+    if bits != AS_STORED:
+        return None if bits is None else Form(bits)
+    widest = max(experts.in_features, experts.inner_features)
+    return joined_form(experts.kept, _takes(widest, on_cpu))[0]
+
+
+def _takes(inputs: int, on_cpu: bool) -> Takes:
+    """Whether kernels support a form for layers of `inputs` inputs."""
+    return (lambda form: form.sums(inputs)) if on_cpu else matrices.takes
 
 
 def _expert_bytes(experts: Experts, dtype: str, form: Form | None, on_cpu: bool) -> int:
@@ -206,7 +236,6 @@ def _gpu_bytes(linear: Linear, form: Form, dtype: str, *, is_expert: bool = Fals
     if form.bits == PLAIN.bits:
         return _elements(linear) * itemsize(dtype)
     inputs = linear.in_features
-    form = form if matrices.takes(form) else Form(8)
     made = matrices.of_kernels(
         replace(form, group=min(form.group, inputs)), 0 if is_expert else inputs
     )

@@ -6,8 +6,8 @@
                                               back only while made/ exists too
 
 The live process holds a lock on `owner` (`contract/leftovers.py`). A staging folder without that
-file, or with a locked one, is not touched. Only files of artifacts and of staging folders are
-removed.
+file, or with a locked one, is not touched, unless it is empty and old. Only files of artifacts and
+of staging folders are removed.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path, PurePosixPath
 
 from kvgraph.contract.files import can_read, can_write, kind_of, naming, require_utf8
-from kvgraph.contract.leftovers import MADE, OWNER, owned, unowned
+from kvgraph.contract.leftovers import MADE, OWNER, owned, remove_if_empty, unowned
 from kvgraph.contract.manifest import MANIFEST_NAME, listed_names
 from kvgraph.errors import ArtifactError, KVGraphError
 
@@ -49,7 +49,18 @@ def require_free(out: Path, *, force: bool) -> frozenset[str]:
     more than the files of an artifact.
     """
     require_utf8(absolute(out), "libraries that write there")
-    _require_parent(out)
+    parent = _require_parent(out)
+    try:
+        os.rmdir(tempfile.mkdtemp(prefix=PREFIX, dir=parent))
+    except OSError as error:  # such as in /proc
+        raise ArtifactError(
+            f"{out}: expected a folder that can be written, got {parent} ({error.strerror})"
+        ) from error
+    return _replaced_names(out, force=force)
+
+
+def _replaced_names(out: Path, *, force: bool) -> frozenset[str]:
+    """`require_free` of an `out` whose parent takes folders."""
     kind = kind_of(out)
     if kind is None:
         return frozenset()
@@ -74,7 +85,7 @@ def require_free(out: Path, *, force: bool) -> frozenset[str]:
 
 def _fixed(out: Path) -> str | None:
     """Why the folder `out` cannot be replaced, as text; None if it can."""
-    if out.is_mount():
+    if os.path.ismount(out):  # Path.is_mount takes "." for one
         return "a mount point"
     if not can_write(out):
         return "one that cannot be written"
@@ -102,17 +113,23 @@ def staging(out: Path, *, force: bool) -> Iterator[Path]:
     compile to the same place removes.
     """
     out = absolute(out)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    settle_leftovers(out)
-    folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=out.parent))
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        settle_leftovers(out)
+        folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=out.parent))
+    except OSError as error:
+        raise ArtifactError(
+            f"{out}: expected a folder at {out.parent} to make it in, got {error.strerror!r}"
+        ) from error
     made = folder / MADE
-    with naming(out), owned(folder, MARKER | {"output": out.name}):
+    with naming(out, str(folder)), owned(folder, MARKER | {"output": out.name}):
         try:
             _require_movable(out, folder)
             made.mkdir()
             yield made
             _follow_umask(made)
-            _replace(out, folder, require_free(out, force=force))
+            _require_parent(out)
+            _replace(out, folder, _replaced_names(out, force=force))
         except KVGraphError as error:
             for name in (str(made), os.path.realpath(made)):
                 said = (a.replace(name, str(out)) if isinstance(a, str) else a for a in error.args)
@@ -136,20 +153,26 @@ def absolute(out: Path) -> Path:
     return out.resolve() if out.name in ("", "..") else out
 
 
-def _require_parent(out: Path) -> None:
-    """Raise ArtifactError unless `out` can be made in its nearest parent that exists."""
+def _require_parent(out: Path) -> Path:
+    """The nearest parent of `out` that exists. ArtifactError unless `out` can be made in it."""
     parent, name = absolute(out).parent, absolute(out).name
+    missing = None  # a folder that ".." leads out of
     try:
         while (kind := kind_of(parent)) is None:
+            missing = parent.parent if parent.name == ".." else missing
             parent = parent.parent
         kind_of(parent / name)
     except OSError as error:
         raise ArtifactError(f"{out}: expected a path to make, got {error.strerror!r}") from error
+    if missing is not None:
+        got = kind_of(missing) or "none"
+        raise ArtifactError(f"{out}: expected a folder at {missing} before '..', got {got}")
     if not parent.is_dir():
         got = "a link that leads nowhere" if not parent.exists() else kind
         raise ArtifactError(f"{out}: expected a folder at {parent} to make it in, got {got}")
     if not can_write(parent):
         raise ArtifactError(f"{out}: expected a folder that can be written, got {parent}")
+    return parent
 
 
 def _listed(out: Path) -> frozenset[str]:
@@ -268,6 +291,7 @@ def _settle_leftover(folder: Path) -> None:
         name = Path(said.pop("output")).name
         if said == MARKER and name and not folder.is_symlink():
             _settle(folder, folder.parent / name)
+    remove_if_empty(folder)
 
 
 def _settle(folder: Path, out: Path) -> None:

@@ -26,6 +26,7 @@ from kvgraph.compiler.targets import Lowered
 from kvgraph.contract.backends import ONNX_TOOLS, imported
 from kvgraph.contract.devices import virtual_devices
 from kvgraph.contract.dtypes import ACTIVATIONS, WEIGHT_BITS
+from kvgraph.contract.files import as_path
 from kvgraph.contract.loading import require_package
 from kvgraph.contract.params import (
     KVCacheParams,
@@ -58,7 +59,7 @@ def require_rankable(model: str | Path | nn.Module, ranks: int) -> None:
 def opened(model: str | Path | nn.Module) -> Iterator[Path | nn.Module]:
     """The model as a checkpoint folder, or as a module with training modes restored at the end."""
     if isinstance(model, str | Path):
-        with as_folder(Path(model)) as folder:
+        with as_folder(as_path("model", model)) as folder:
             yield folder
         return
     parts = list(model.modules()) if hasattr(type(model), "modules") else []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from kvgraph.compiler.frontends.gguf import as_folder
 from kvgraph.compiler.frontends.left_plain import left_plain, left_plain_experts
 from kvgraph.compiler.frontends.lengths import required_length
 from kvgraph.compiler.frontends.stored_forms import doubts_of, stored_forms
+from kvgraph.compiler.joined_forms import KeptAs
 from kvgraph.compiler.options import resolve
 from kvgraph.compiler.reserve import Reserve
 from kvgraph.contract.dims import ceildiv
@@ -91,7 +92,9 @@ def plan_deployment(
 
     The cache is described on a virtual device; no weight is read and nothing is allocated. Weights
     are counted from the headers of the safetensors, or from their index. Without these, and for all
-    but the best-known architectures, transformers builds the model with fake parameters.
+    but the best-known architectures, transformers builds the model with fake parameters. Quantised
+    weights have the forms that compile gives their tensors (of numbers, zero points and orders of
+    inputs are read) or, without tensors, those that the configuration says.
 
     - `folder`: a checkpoint folder, or a GGUF file.
     - `dtype`, `weights`: as for `compile` with the target's default backend.
@@ -235,16 +238,22 @@ class _Describer:
         self.progress(f"asking transformers, since {why}")
         from kvgraph.compiler.frontends import measured
 
-        plain = measured.plain_weights(self.folder, self.config)
-        return self._as_stored(measured.describe(self.folder, self.dtype, ranks), plain)
+        found = measured.describe(self.folder, self.dtype, ranks)
+        return self._as_stored(found, self._tensors)
 
-    def _as_stored(self, found: ModelSizes, plain: Mapping[str, bool]) -> ModelSizes:
+    @cached_property
+    def _tensors(self) -> Mapping[str, KeptAs]:
+        from kvgraph.compiler.frontends import measured
+
+        return measured.kept_tensors(self.folder, self.config, self.dtype)
+
+    def _as_stored(self, found: ModelSizes, tensors: Mapping[str, KeptAs]) -> ModelSizes:
         """`found` with the forms of quantised weights, and notes on doubts.
 
-        `plain`: name of a weight -> whether it is stored plain, if its tensors are at hand.
+        `tensors`: name of a parameter -> how it is stored, if its tensors are at hand.
         """
         config = self.config
-        rules = left_plain(config, plain), left_plain_experts(config, plain)
         doubts = doubts_of(config, has_experts=bool(found.experts))
-        kept = found.kept_as(stored_forms(config), *rules)
+        rules = left_plain(config), left_plain_experts(config)
+        kept = found.kept_as(tensors, stored_forms(config), *rules)
         return replace(kept, notes=(*kept.notes, *doubts))

@@ -17,15 +17,13 @@ from typing import TypeVar
 import torch
 
 from kvgraph.compiler.checkpoint_files import StoredTensor
+from kvgraph.compiler.joined_forms import PLAIN_BITS
 from kvgraph.compiler.threads import in_order
 from kvgraph.contract.dtypes import ALL
 from kvgraph.errors import ModelError
 from kvgraph.ops.packed import Form, least_group
 
 PIECE_BYTES = 16 << 20
-
-PLAIN_BITS = 16
-"""Bits of the packed weights that are nearest to a plain checkpoint's."""
 
 Rows = Callable[[int, int], torch.Tensor]
 """`rows(start, stop)` reads rows `[stop - start, ...]`."""

@@ -6,10 +6,9 @@ is written. So a compile has one layer's weights in memory at a time, for a mode
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
@@ -17,9 +16,10 @@ from torch.export import ExportedProgram
 from torch.fx import Node
 
 from kvgraph.compiler.checkpoint import Checkpoint
-from kvgraph.compiler.values import PLAIN_BITS, Converted, Values
+from kvgraph.compiler.joined_forms import PLAIN_BITS, KeptAs, Takes, joined_form, nearest_form
+from kvgraph.compiler.values import Converted, Values
 from kvgraph.contract.dtypes import AS_STORED, WEIGHT_BITS
-from kvgraph.ops.packed import MOST_SUMMED, Form, least_group
+from kvgraph.ops.packed import MOST_SUMMED, Form
 from kvgraph.plural import plural
 
 NAMES = {bits: name for name, bits in WEIGHT_BITS.items()}
@@ -74,41 +74,30 @@ class Weights:
         bits: int,
         *,
         can_keep: bool = True,
-        takes: Callable[[Form], bool] = lambda form: True,
+        takes: Takes = lambda form: True,
     ) -> tuple[Form, bool]:
         """The form in which layers that become one node are packed, and whether it is as stored.
 
-        `bits`: bits of the form. AS_STORED: one stored form that fits all layers or, if there is
-        none, the bits nearest to their forms.
+        `bits`: bits of the form. AS_STORED: what `joined_form` says of all layers.
         `can_keep`: whether stored forms may be used. `takes`: whether kernels support a form.
         """
         if bits != AS_STORED:
             return self._rounded_to(bits, sources, takes), False
-        forms = [source.form if can_keep else None for source in sources]
-        known = [form for form in forms if form is not None and takes(form)]
-        if len(known) == len(forms):
-            one = replace(
-                known[0],
-                group=math.gcd(*(form.group for form in known)),
-                has_offsets=any(form.has_offsets for form in known),
-            )
-            alike = {replace(f, group=one.group, has_offsets=one.has_offsets) for f in known}
-            grouped = {bool(form.group) for form in known}
-            if len(alike) == len(grouped) == 1 and one.group % least_group(one.codes) == 0:
-                return one, True
+        kept = [source if can_keep else KeptAs(None, source.bits) for source in sources]
+        form, is_kept = joined_form(kept, takes)
+        if is_kept:
+            return form, True
         nearest = self._rounded_to(max(source.bits for source in sources), sources, takes)
         self.rounded[nearest.bits] |= {each.where for each in sources if each.bits < PLAIN_BITS}
         self.note_plain(sources)
         return nearest, False
 
-    def _rounded_to(
-        self, bits: int, sources: Iterable[Values], takes: Callable[[Form], bool]
-    ) -> Form:
+    def _rounded_to(self, bits: int, sources: Iterable[Values], takes: Takes) -> Form:
         """The form of `bits`, or of PLAIN_BITS for layers that kernels do not support in `bits`."""
-        if takes(Form(bits)):
-            return Form(bits)
-        self.wide |= {each.where for each in sources}
-        return Form(PLAIN_BITS)
+        form = nearest_form(bits, takes)
+        if form.bits != bits:
+            self.wide |= {each.where for each in sources}
+        return form
 
     def note_plain(self, sources: Iterable[Values]) -> None:
         """Record the layers of `sources` that become plain, though the checkpoint has them in fewer

@@ -55,7 +55,7 @@ def processors() -> list[int]:
 def first_processor(path: Path = Path("/proc/cpuinfo")) -> dict[str, str]:
     """Fields of the first processor in `path`, by name; empty if the file cannot be read."""
     try:
-        text = path.read_text()
+        text = path.read_text(encoding="utf-8")
     except OSError:
         return {}
     pairs = (line.partition(":") for line in text.split("\n\n")[0].splitlines())

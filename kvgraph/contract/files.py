@@ -42,8 +42,8 @@ class _WriteError(ArtifactError, OSError):
 
 
 def as_path(name: str, given: object) -> Path:
-    """Return `given` as a Path; raise ArtifactError if it is no path of text."""
-    if isinstance(given, str | os.PathLike):
+    """Return `given` as a Path; raise ArtifactError if it is no path of text, or an empty one."""
+    if isinstance(given, str | os.PathLike) and given != "":  # Path("") is the working folder
         with suppress(TypeError):  # a path of bytes
             return Path(given)
     raise ArtifactError(f"{name}: expected a path, got {type(given).__name__} {given!r}"[:200])
@@ -52,15 +52,24 @@ def as_path(name: str, given: object) -> Path:
 @contextmanager
 def naming(path: Path, partial: str = "") -> Iterator[None]:
     """Turn a failed write into an ArtifactError that names `path`: an OSError that names `partial`,
-    or that has an error number of NO_ROOM and names no file or a copy's two files."""
+    or that has an error number of NO_ROOM and names no file, a copy's two files, or one in the
+    folder `partial`."""
     try:
         yield
     except OSError as error:
         is_copy = error.filename2 is not None and error.errno != errno.EIO  # may be the source's
-        is_full = error.errno in NO_ROOM and (error.filename is None or is_copy)
+        is_ours = error.filename is None or _is_in(error.filename, partial)
+        is_full = error.errno in NO_ROOM and (is_ours or is_copy)
         if not is_full and (error.filename is None or error.filename != partial):
             raise
         raise _WriteError(f"{path}: expected to write all of it, got {error.strerror!r}") from error
+
+
+def _is_in(filename: object, folder: str) -> bool:
+    """Whether a file that an OSError names is in `folder`; "": no folder."""
+    if not folder or not isinstance(filename, str | bytes | os.PathLike):
+        return False
+    return Path(os.fsdecode(filename)).is_relative_to(folder)
 
 
 @contextmanager
@@ -191,9 +200,17 @@ def read_list(path: Path, kind: type[T], what: str, refusal: type[KVGraphError])
 
 
 def inside(folder: Path, name: str) -> Path | None:
-    """The path of `name` in `folder`; None if the name, or a link in the path, leads outside."""
+    """The path of `name` in `folder`; None if the name, or a link in the path, leads outside.
+
+    ArtifactError for a relative path in a working folder that was removed.
+    """
     try:
         resolved = (folder / name).resolve()
+    except FileNotFoundError as error:
+        raise ArtifactError(
+            f"{folder}: expected a working folder for a relative path, got one that was removed; "
+            "change to another one, or give the whole path"
+        ) from error
     except (ValueError, OSError, RuntimeError):  # a NUL, too long a name, links in a circle
         return None
     is_inside = resolved.is_relative_to(folder.resolve()) and ".." not in PurePosixPath(name).parts

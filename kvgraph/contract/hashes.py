@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -12,6 +13,8 @@ from pathlib import Path, PurePosixPath
 
 from kvgraph.contract.dims import ceildiv
 from kvgraph.contract.files import inside, kind_of
+from kvgraph.contract.manifest_values import require_digest
+from kvgraph.contract.plain import in_short
 from kvgraph.contract.threads import threads_needed
 from kvgraph.errors import ArtifactError
 from kvgraph.progress import Advance, task
@@ -27,6 +30,19 @@ class FileEntry:
 
     size: int
     chunks: list[str]
+
+
+def require_entries(files: Mapping[str, FileEntry]) -> None:
+    """Raise ValueError for a size with another number of chunks, and for a hash that is none."""
+    for name, entry in files.items():
+        count = ceildiv(entry.size, CHUNK_BYTES)
+        if entry.size < 0 or len(entry.chunks) != count:
+            raise ValueError(
+                f"files.{name}: expected {count} chunks for {entry.size} bytes, "
+                f"got {len(entry.chunks)}"
+            )
+        for index, chunk in enumerate(entry.chunks):
+            require_digest(f"files.{name}.chunks[{index}]", chunk)
 
 
 def hash_files(folder: Path, names: Iterable[str]) -> dict[str, FileEntry]:
@@ -50,13 +66,30 @@ def _entry(
 
 def _hash_chunk(path: Path, index: int) -> tuple[str, int]:
     """SHA-256 and number of bytes of the file's chunk `index`; the last chunk may be short."""
-    digest, piece, nbytes = hashlib.sha256(), memoryview(bytearray(PIECE_BYTES)), 0
     with path.open("rb", buffering=0) as file:
-        file.seek(index * CHUNK_BYTES)
-        while nbytes < CHUNK_BYTES and (count := file.readinto(piece[: CHUNK_BYTES - nbytes])):
-            digest.update(piece[:count])
-            nbytes += count
+        return _hash_open_chunk(file.fileno(), index)
+
+
+def _hash_open_chunk(file: int, index: int) -> tuple[str, int]:
+    """Do as `_hash_chunk`, of a descriptor, whose offset is neither used nor changed."""
+    digest, piece, nbytes = hashlib.sha256(), memoryview(bytearray(PIECE_BYTES)), 0
+    while nbytes < CHUNK_BYTES:
+        part, start = piece[: CHUNK_BYTES - nbytes], index * CHUNK_BYTES + nbytes
+        if not (count := os.preadv(file, [part], start)):
+            break
+        digest.update(piece[:count])
+        nbytes += count
     return digest.hexdigest(), nbytes
+
+
+def is_intact(file: int, entry: FileEntry) -> bool:
+    """Whether an open file, given by its descriptor, has the size and the hashes of `entry`.
+
+    It is read in the caller's thread, chunk after chunk. OSError if that fails.
+    """
+    return os.fstat(file).st_size == entry.size and all(
+        _hash_open_chunk(file, index)[0] == chunk for index, chunk in enumerate(entry.chunks)
+    )
 
 
 def verify_files(folder: Path, files: Mapping[str, FileEntry]) -> None:
@@ -97,7 +130,9 @@ def inside_folder(folder: Path, name: str) -> Path:
     path = inside(folder, name)
     if path is None:
         how = ", a link that leads out or in a circle" if _is_link(folder, name) else ""
-        raise ArtifactError(f"{folder}: expected files inside the folder, got {name!r}{how}")
+        raise ArtifactError(
+            f"{folder}: expected files inside the folder, got {in_short(repr(name))}{how}"
+        )
     return path
 
 
@@ -118,5 +153,5 @@ def _check_chunk(job: tuple[Path, int, str]) -> tuple[str | None, int]:
     found, nbytes = _hash_chunk(path, index)
     if found == expected:
         return None, nbytes
-    why = f"expected SHA-256 {expected[:16]} from the manifest, got {found[:16]}"
+    why = f"expected SHA-256 {expected} from the manifest, got {found}"
     return f"{path}: chunk {index}: {why}: the file was changed", nbytes

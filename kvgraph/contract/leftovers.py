@@ -1,8 +1,9 @@
 """Folders that a killed process leaves, and that a later one removes.
 
 The live process holds a lock on the file `owner` in its folder. The system releases it if the
-process is killed, on any machine and in any container. A folder without that file, with a locked
-one, or of another user is not touched.
+process is killed, on any machine and in any container. A folder with a locked one, or of another
+user, is not touched. One without that file is removed only if it is empty and old: a process that
+is killed as it makes or removes a folder leaves that.
 """
 
 from __future__ import annotations
@@ -12,7 +13,9 @@ import fcntl
 import json
 import os
 import shutil
+import stat
 import tempfile
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -26,6 +29,9 @@ NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)
 """Errors of file systems without locks (some mounts of Lustre, NFS and FUSE). Leftovers stay there,
 because no owner is known dead."""
 
+OLD_SECONDS = 3600.0
+"""Age from which a folder is not one that a live process makes now."""
+
 SCRATCH = {"kvgraph": "scratch"}
 """What `owner` says in a folder of `scratch`."""
 
@@ -35,17 +41,21 @@ def owned(folder: Path, said: Mapping[str, str]) -> Iterator[None]:
     """Hold a lock on a new file `owner` in the empty `folder`, which has `said` as JSON.
 
     If the file cannot be written, the folder is removed."""
-    owner = os.open(folder / OWNER, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+    path, owner = folder / OWNER, -1
     try:
         try:
+            owner = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
             _lock(owner)
             os.write(owner, json.dumps(said).encode())
         except BaseException:
-            shutil.rmtree(folder, ignore_errors=True)
+            with suppress(OSError):  # without a file descriptor: there may be none
+                path.unlink(missing_ok=True)
+                folder.rmdir()
             raise
         yield
     finally:
-        os.close(owner)
+        if owner >= 0:
+            os.close(owner)
 
 
 def _lock(owner: int) -> None:
@@ -62,12 +72,35 @@ def unowned(folder: Path) -> Iterator[JsonObject]:
 
     OSError if the process is alive, or if there is no such file; ValueError if it is not JSON.
     """
+    with _locked(folder) as owner:
+        yield json.loads(os.read(owner, 1 << 16))
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[int]:
+    """Open and lock a dead process's `owner`. OSError as in `unowned`."""
     owner = os.open(folder / OWNER, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK)
     try:
         fcntl.flock(owner, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        yield json.loads(os.read(owner, 1 << 16))
+        yield owner
     finally:
         os.close(owner)
+
+
+def remove_if_empty(folder: Path) -> None:
+    """Remove a folder of this user that is older than OLD_SECONDS, and holds nothing, or only an
+    empty `owner` that no process has locked."""
+    with suppress(OSError):
+        found = folder.lstat()
+        is_old = time.time() - found.st_mtime > OLD_SECONDS
+        if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or not is_old:
+            return
+        if os.listdir(folder) == [OWNER]:
+            with _locked(folder) as owner:
+                if os.fstat(owner).st_size:
+                    return
+                (folder / OWNER).unlink()
+        folder.rmdir()  # fails if anything is in it
 
 
 @contextmanager
@@ -104,6 +137,7 @@ def _remove_unowned(folder: Path) -> None:
         with unowned(folder) as said:
             if said == SCRATCH:
                 _remove(folder)
+    remove_if_empty(folder)
 
 
 def _remove(folder: Path) -> None:

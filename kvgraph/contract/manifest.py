@@ -7,7 +7,6 @@ sentence that names the file or field and both values. Nothing is unpickled.
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -16,13 +15,14 @@ from typing import Literal
 
 from kvgraph.contract.collectives import Collective
 from kvgraph.contract.devices import parse_logical
-from kvgraph.contract.dims import TensorType, ceildiv
+from kvgraph.contract.dims import TensorType
 from kvgraph.contract.dtypes import ACTIVATIONS, WEIGHTS
 from kvgraph.contract.files import PARTIAL, open_regular, reading, replacing
-from kvgraph.contract.hashes import CHUNK_BYTES, FileEntry, inside_folder
+from kvgraph.contract.hashes import FileEntry, inside_folder, require_entries
 from kvgraph.contract.layouts import require_layout
 from kvgraph.contract.manifest_values import (
     require_counts,
+    require_digest,
     require_known,
     require_layers,
     require_model,
@@ -30,7 +30,7 @@ from kvgraph.contract.manifest_values import (
     require_profile,
 )
 from kvgraph.contract.mixtures import Mixture
-from kvgraph.contract.plain import JsonObject, from_plain, to_json, to_plain
+from kvgraph.contract.plain import JsonObject, from_json, from_plain, in_short, to_json, to_plain
 from kvgraph.contract.signature import GraphSignature
 from kvgraph.contract.versions import of_other, read_from
 from kvgraph.errors import ArtifactError
@@ -247,19 +247,21 @@ def read_manifest(folder: Path) -> Manifest:
         if not folder.is_dir():
             got = "a file" if folder.exists() else "nothing there"
             raise ArtifactError(f"{folder}: expected an artifact folder, got {got}")
-        if not path.is_file():
+        try:
+            fields = _read(path)
+        except FileNotFoundError as error:
+            got = "a link that leads nowhere" if path.is_symlink() else "none"
             raise ArtifactError(
-                f"{folder}: expected {MANIFEST_NAME} in an artifact, got none (not an artifact, or "
-                "its compile did not finish)"
-            )
-        fields = _parsed(path.read_bytes())
-        version = fields.get("schema_version") if isinstance(fields, dict) else None
+                f"{folder}: expected {MANIFEST_NAME} in an artifact, got {got} (not an artifact, "
+                "or its compile did not finish)"
+            ) from error
+        version = fields.get("schema_version")
         if type(version) is not int:
             raise ValueError(f"schema_version: expected int, got {version!r}")
         if version != SCHEMA_VERSION:
             raise ArtifactError(
                 f"{path}: schema_version: expected {SCHEMA_VERSION} from this kvgraph, "
-                f"got {version}{of_other(fields.get('kvgraph_version'))}"
+                f"got {in_short(version)}{of_other(fields.get('kvgraph_version'))}"
             )
         require_plain_text(fields)
         fields = _checked(path, fields)
@@ -298,10 +300,7 @@ def listed_names(folder: Path) -> frozenset[str]:
     """
     path = folder / MANIFEST_NAME
     with _damage(path):
-        with open_regular(path) as file:
-            fields = _parsed(file.read())
-        if not isinstance(fields, dict):
-            raise ValueError(f"expected fields, got {type(fields).__name__}")
+        fields = _read(path)
         _checked(path, fields)
         listed = from_plain(_Listed, fields)
     names = {*listed.files, *listed.nondeterministic_files, MANIFEST_NAME}
@@ -321,13 +320,7 @@ class _Listed:
 
 def _require_values(manifest: Manifest) -> None:
     """Raise ValueError for values that have the right types but that no compile writes."""
-    for name, entry in manifest.files.items():
-        count = ceildiv(entry.size, CHUNK_BYTES)
-        if entry.size < 0 or len(entry.chunks) != count:
-            raise ValueError(
-                f"files.{name}: expected {count} chunks for {entry.size} bytes, "
-                f"got {len(entry.chunks)}"
-            )
+    require_entries(manifest.files)
     require_model(to_plain(manifest.model))
     dims = {dim for binding in manifest.inputs for dim in binding.dims}
     for index, profile in enumerate(manifest.engine.profiles if manifest.engine else []):
@@ -365,33 +358,25 @@ def _damage(path: Path) -> Iterator[None]:
     except ArtifactError:
         raise
     except (OSError, ValueError, RecursionError) as error:  # not JSON, not UTF-8, wrong types
-        raise ArtifactError(f"{path}: expected a manifest, got a damaged one ({error})") from error
+        raise ArtifactError(
+            f"{path}: expected a manifest, got a damaged one ({in_short(error)})"
+        ) from error
 
 
-def _parsed(text: bytes) -> JsonObject:
-    """The value of JSON text. ValueError if an object names a key twice: readers differ in which
-    value they take, and the hash covers one of them."""
-    parsed: JsonObject = json.loads(text, object_pairs_hook=_unique)
-    return parsed
-
-
-def _unique(pairs: list[tuple[str, object]]) -> JsonObject:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for name in names if names.count(name) > 1)
-        raise ValueError(f"expected each key once in an object, got {twice!r} twice")
-    return found
+def _read(path: Path) -> JsonObject:
+    with open_regular(path) as file:
+        return from_json(file.read())
 
 
 def _checked(path: Path, fields: dict[str, object]) -> dict[str, object]:
     """`fields` without `sha256`; ArtifactError if that is not the hash of the other fields."""
-    found, rest = str(fields.get("sha256")), {k: v for k, v in fields.items() if k != "sha256"}
-    expected = _hash(rest)
+    rest = {k: v for k, v in fields.items() if k != "sha256"}
+    found, expected = fields.get("sha256"), _hash(rest)
+    require_digest("sha256", found)
     if found != expected:
         raise ArtifactError(
-            f"{path}: sha256: expected {expected[:16]} from its other fields, "
-            f"got {found[:16]}: the file was changed"
+            f"{path}: sha256: expected {expected} from its other fields, got {found}: the file "
+            "was changed"
         )
     return rest
 

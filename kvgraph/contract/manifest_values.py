@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 NOT_PLAIN = re.compile(r"[\x00-\x1f\x7f-\x9f\ud800-\udfff]")
 """Control characters, and surrogates, which UTF-8 cannot encode: a manifest has neither."""
 
+DIGEST = re.compile("[0-9a-f]{64}")
+"""SHA-256 as hex."""
 
 MOST = (1 << 31) - 1
 """The largest number of rows or tokens: graphs have them in int32."""
@@ -23,6 +25,7 @@ MOST = (1 << 31) - 1
 def require_model(model: JsonObject) -> None:
     """Raise ValueError for sizes or token ids that no graph can have. End tokens beyond the
     vocabulary are plain: some checkpoints have them."""
+    require_digest("model.identity", model["identity"])
     for name in ("vocab_size", "max_seq_len"):
         value = model[name]
         if value < 1:
@@ -34,6 +37,12 @@ def require_model(model: JsonObject) -> None:
         for value in ids:
             if not -MOST <= value <= MOST:
                 raise ValueError(f"model.{name}: expected an id of 32 bits, got {value}")
+
+
+def require_digest(where: str, value: object) -> None:
+    """Raise ValueError unless `value` is SHA-256 as hex."""
+    if not isinstance(value, str) or not DIGEST.fullmatch(value):
+        raise ValueError(f"{where}: expected a SHA-256 of 64 hex digits, got {value!r}")
 
 
 def require_profile(where: str, profile: JsonObject, dims: Set[Dim]) -> None:

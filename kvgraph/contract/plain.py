@@ -17,6 +17,9 @@ T = TypeVar("T")
 JsonObject: TypeAlias = dict[str, Any]
 """A JSON object, as it was read."""
 
+MOST_SAID = 600
+"""Most characters of what a message says of a value that a file has."""
+
 
 def to_plain(value: object) -> Any:
     """Convert dataclasses to dictionaries in field order and tuples to lists, at any depth."""
@@ -50,6 +53,30 @@ def to_json(
         value, indent=indent, separators=separators, sort_keys=sort, ensure_ascii=False
     )
     return text.encode(errors=errors)
+
+
+def from_json(text: bytes) -> JsonObject:
+    """The object that JSON text holds. ValueError for another value, and if an object names a key
+    twice: readers differ in which value they take, and a hash covers one of them."""
+    parsed = json.loads(text, object_pairs_hook=_unique)
+    if not isinstance(parsed, dict):
+        raise ValueError(f"expected an object, got {in_short(json.dumps(parsed))}")
+    return parsed
+
+
+def _unique(pairs: list[tuple[str, object]]) -> JsonObject:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"expected each key once in an object, got {twice!r} twice")
+    return found
+
+
+def in_short(said: object) -> str:
+    """`said` as a part of a message: of a long text the beginning and the end."""
+    text = str(said)
+    return text if len(text) <= MOST_SAID else f"{text[: MOST_SAID - 100]} ... {text[-90:]}"
 
 
 def _convert(kind: object, value: object, where: str) -> object:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from kvgraph.contract.plain import in_short
 from kvgraph.errors import ArtifactError
 
 UNKNOWN = "unknown"
@@ -51,7 +52,8 @@ def read_from(path: Path, written: object) -> Iterator[None]:
         other = None if isinstance(error, ArtifactError) else other_version(written)
         if other is None:
             raise
+        step = f"install that version, or {AGAIN} with {version_of()}"
         raise ArtifactError(
             f"{path}: expected a file of kvgraph {version_of()}, got one of {other}, which has "
-            f"other fields ({error}); install that version, or {AGAIN} with {version_of()}"
+            f"other fields ({in_short(error)}); {step}"
         ) from error

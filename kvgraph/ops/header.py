@@ -183,4 +183,4 @@ def _operands(op: OpSpec) -> tuple[Operand, ...]:
 
 
 if __name__ == "__main__":
-    Path(sys.argv[1]).write_text(header())
+    Path(sys.argv[1]).write_text(header(), encoding="utf-8")

@@ -200,7 +200,7 @@ def _provide_kernels(folder: Path, archs: Sequence[str], dtype: str, progress: P
     try:
         with reading(kernels / PLUGINS_NAME, ArtifactError):
             present = {path.name for path in kernels.iterdir() if path.is_dir()}
-            described = json.loads((kernels / PLUGINS_NAME).read_text())
+            described = json.loads((kernels / PLUGINS_NAME).read_text(encoding="utf-8"))
         shapes = [lower.shape_of(fields) for fields in described["shapes"]]
         nodes = {name: shapes[index] for name, index in described["nodes"].items()}
     except ArtifactError:

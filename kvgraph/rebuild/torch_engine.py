@@ -118,7 +118,7 @@ def kernels_of(folder: Path) -> Kernels:
     path = folder / PLUGINS_NAME
     try:
         with reading(path, ArtifactError):
-            described = json.loads(path.read_text())
+            described = json.loads(path.read_text(encoding="utf-8"))
         kernels = {}
         for fields, packed in zip(described["shapes"], described["kernels"], strict=True):
             record = b64decode(packed)

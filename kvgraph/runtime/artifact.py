@@ -15,6 +15,7 @@ from kvgraph.contract.file_names import ENGINE_NAME, ONNX_NAME, PROGRAM_NAME, WE
 from kvgraph.contract.files import as_path
 from kvgraph.contract.manifest import MANIFEST_NAME, Binding, read_manifest
 from kvgraph.contract.params import KVCacheParams, KVCacheStrategy
+from kvgraph.contract.plain import in_short
 from kvgraph.contract.signature import GraphSignature
 from kvgraph.contract.versions import AGAIN, of_other
 from kvgraph.errors import ArtifactError, RequestError, UnsupportedError
@@ -149,7 +150,7 @@ class Artifact(ArtifactFolder):
             backend = find_backend(manifest.backend)
         except UnsupportedError as error:
             raise ArtifactError(
-                f"{where}: {error}; the package that adds it must be installed here"
+                f"{where}: {in_short(error)}; the package that adds it must be installed here"
             ) from error
         for name in backend.files:
             if name not in manifest.files:
@@ -168,16 +169,12 @@ class Artifact(ArtifactFolder):
         except Exception as error:  # a field of the wrong kind may cause any error
             reraise_if_signalled(error)
             raise ArtifactError(
-                f"{where}: layout and bindings: expected those of a cache, got {error}"
+                f"{where}: layout and bindings: expected those of a cache, got {in_short(error)}"
             ) from error
         inputs = [Binding.of(symbol) for symbol in expected.inputs]
         outputs = [Binding.of(symbol, output=True) for symbol in expected.outputs]
-        for mine, theirs in zip_longest(inputs + outputs, manifest.inputs + manifest.outputs):
-            if mine != theirs:
-                raise ArtifactError(
-                    f"{where}: bindings: expected {mine or 'no more'} from the layout, "
-                    f"got {theirs or 'none'}"
-                )
+        _require_bindings(f"{where}: inputs", inputs, manifest.inputs)
+        _require_bindings(f"{where}: outputs", outputs, manifest.outputs)
         self._require_attention(where, params.leaves)
         wanted, count = len(manifest.layers), manifest.ops.get(ATTENTION, 0)
         if (
@@ -210,6 +207,16 @@ class Artifact(ArtifactFolder):
     def require_machine(self) -> None:
         """Raise ArtifactError unless this machine is the artifact's target."""
         require_machine(self.manifest.target, f"{self.folder / 'manifest.json'}")
+
+
+def _require_bindings(where: str, expected: list[Binding], found: list[Binding]) -> None:
+    """Raise ArtifactError, which begins with `where`, at the first binding that differs."""
+    for index, (mine, theirs) in enumerate(zip_longest(expected, found)):
+        if mine != theirs:
+            raise ArtifactError(
+                f"{where}[{index}]: expected {mine or 'no more'} from the layout, "
+                f"got {in_short(theirs or 'none')}"
+            )
 
 
 def load(folder: str | Path, *, verify: bool | None = None) -> Artifact:

@@ -100,6 +100,10 @@ class ArtifactFolder:
         """Path of file `name` for this rank: its own, or the one that all ranks share."""
         return self.folder / file_of(self.rank, name, self.manifest.files)
 
+    def entry(self, name: str) -> FileEntry | None:
+        """Size and hashes of that file; None if the manifest does not list it."""
+        return self.manifest.files.get(file_of(self.rank, name, self.manifest.files))
+
     @property
     def signature(self) -> GraphSignature:
         """Names, dtypes and dims of the graph's inputs and outputs."""

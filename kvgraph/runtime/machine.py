@@ -9,6 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from kvgraph.contract.devices import CUDA_ARCHS, PORTABLE, Target, code_of, processors
+from kvgraph.contract.plain import in_short
 from kvgraph.errors import ArtifactError, DeviceError, KVGraphError, RequestError, UnsupportedError
 from kvgraph.ops.cuda_native import launcher
 
@@ -21,7 +22,7 @@ def require_machine(target: str, where: str) -> None:
     try:
         parsed = Target.parse(target)
     except UnsupportedError as error:
-        raise ArtifactError(f"{where}: {error}") from error
+        raise ArtifactError(f"{where}: {in_short(error)}") from error
     if parsed.kind == "cuda":
         _require_gpu(parsed.archs, target, where)
     elif target != "cpu":
@@ -78,7 +79,7 @@ def memory_limit(cgroups: Path = CGROUPS, own: Path = OWN_CGROUPS) -> int | None
     for group in _groups("memory", cgroups, own):
         for name in ("memory.max", "memory.limit_in_bytes"):
             with suppress(OSError, ValueError):  # none, or "max"
-                found.append(int((group / name).read_text()))
+                found.append(int((group / name).read_text(encoding="utf-8")))
     return min(found, default=None)
 
 
@@ -92,7 +93,7 @@ def memory(cgroups: Path = CGROUPS, own: Path = OWN_CGROUPS) -> int:
 def _groups(controller: str, cgroups: Path, own: Path) -> Iterator[Path]:
     """Yield the folders of the control groups in which `controller` bounds the process."""
     with suppress(OSError, ValueError):
-        for line in own.read_text().splitlines():
+        for line in own.read_text(encoding="utf-8").splitlines():
             _, controllers, path = line.split(":", 2)
             if controllers and controller not in controllers.split(","):
                 continue
@@ -105,11 +106,14 @@ def _groups(controller: str, cgroups: Path, own: Path) -> Iterator[Path]:
 def _granted(group: Path) -> Iterator[float]:
     """Yield the group's quota in processors, if it has one."""
     with suppress(OSError, ValueError):
-        quota, period = (group / "cpu.max").read_text().split()
+        quota, period = (group / "cpu.max").read_text(encoding="utf-8").split()
         if quota != "max":
             yield int(quota) / int(period)
     with suppress(OSError, ValueError):
-        quota, period = ((group / f"cpu.cfs_{name}_us").read_text() for name in ("quota", "period"))
+        quota, period = (
+            (group / f"cpu.cfs_{name}_us").read_text(encoding="utf-8")
+            for name in ("quota", "period")
+        )
         if int(quota) > 0:
             yield int(quota) / int(period)
 
@@ -168,6 +172,6 @@ def _number(arch: str) -> int:
 
 def _core(folder: Path, number: int) -> str:
     try:
-        return (folder / "topology" / "thread_siblings_list").read_text().strip()
+        return (folder / "topology" / "thread_siblings_list").read_text(encoding="utf-8").strip()
     except OSError:
         return f"processor {number}"

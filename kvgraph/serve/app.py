@@ -97,12 +97,12 @@ class Endpoints:
     def __init__(self, service: Service) -> None:
         self._service = service
         self._created = int(time.time())
+        self._page = resources.files("kvgraph.serve").joinpath("page.html").read_text("utf-8")
 
     # -- the server itself
 
     async def page(self, request: Request) -> Response:
-        text = resources.files("kvgraph.serve").joinpath("page.html").read_text()
-        return Response(text, media_type="text/html; charset=utf-8", headers=PAGE_HEADERS)
+        return Response(self._page, media_type="text/html; charset=utf-8", headers=PAGE_HEADERS)
 
     async def health(self, request: Request) -> Response:
         return Response(b"{}", media_type=JSON)

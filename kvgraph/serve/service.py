@@ -23,6 +23,7 @@ from kvgraph.serve.answers import Spelling
 from kvgraph.serve.errors import ServeError, require_vocabulary, too_long
 from kvgraph.serve.facts import EngineFacts, facts_of
 from kvgraph.serve.generation import Submits
+from kvgraph.serve.imports import import_for_requests
 from kvgraph.serve.latency import keep_heap, make_behind, step_behind
 from kvgraph.serve.load import Admission, Load, LoadMeter
 from kvgraph.serve.log import LinesOfTasks
@@ -238,6 +239,7 @@ class EngineService(Service):
         if self._events is not None:
             shared.after_step = _both(meter, engine, self._events)
         facts = facts_of(engine)
+        await make_behind(import_for_requests, 0)
         await shared.start()
         await step_behind(shared, self.options.nice)
 

@@ -48,7 +48,7 @@ def test_a_changed_byte(artifact: Path, name: str, place: float) -> None:
     path.write_bytes(content)
     after = hashlib.sha256(content).hexdigest()
     assert sentence(run("verify", artifact)) == (
-        f"{path}: chunk 0: expected SHA-256 {before[:16]} from the manifest, got {after[:16]}: "
+        f"{path}: chunk 0: expected SHA-256 {before} from the manifest, got {after}: "
         "the file was changed"
     )
     with pytest.raises(ArtifactError, match="the file was changed"):
@@ -288,14 +288,17 @@ def test_an_artifact_of_an_unknown_backend(artifact: Path) -> None:
         (lambda m: m["files"].pop("model.onnx"), "files: expected model.onnx for backend 'onnx'"),
         (
             lambda m: m["model"].update(vocab_size=7),
-            r"bindings: expected logits float32 \['num_logits', 7\]",
+            r"outputs\[0\]: expected logits float32 \['num_logits', 7\]",
         ),
         (lambda m: m["layout"].update(page_size="16"), "layout.page_size: expected int, got '16'"),
         (lambda m: m["layout"].update(flavour=1), "layout: expected fields of a cache.*flavour"),
-        (lambda m: m["inputs"][3].update(device="cpu:x"), "bindings: expected .* got .* on cpu:x"),
+        (
+            lambda m: m["inputs"][3].update(device="cpu:x"),
+            r"inputs\[3\]: expected .* got .* on cpu:x",
+        ),
         (
             lambda m: [each.update(device="cuda:0") for each in m["inputs"] + m["outputs"]],
-            r"bindings: expected tokens .* on cpu:0 from the layout, got tokens .* on cuda:0$",
+            r"inputs\[0\]: expected tokens .* on cpu:0 from the layout, got tokens .* on cuda:0$",
         ),
         (
             lambda m: m["outputs"][1].update(alias=None),
@@ -308,7 +311,7 @@ def test_an_artifact_of_an_unknown_backend(artifact: Path) -> None:
         ),
         (
             lambda m: m["inputs"][0].update(kind="zz"),
-            r"bindings: expected tokens .* on cpu:0 from the layout, got tokens .* \(zz\)$",
+            r"inputs\[0\]: expected tokens .* on cpu:0 from the layout, got tokens .* \(zz\)$",
         ),
         (
             lambda m: m["layout"].update(window_size=4),
@@ -332,9 +335,17 @@ def test_an_artifact_of_an_unknown_backend(artifact: Path) -> None:
         ),
         (
             lambda m: m["inputs"].pop(),
-            "bindings: expected max_lengths int32 .*, got logits float32",
+            r"inputs\[6\]: expected max_lengths int32 .* from the layout, got none$",
         ),
-        (lambda m: m["inputs"][3].update(dims=[1]), "bindings: expected .*kv_blocks"),
+        (
+            lambda m: m["inputs"].append(m["inputs"][0] | {"name": "more"}),
+            r"inputs\[7\]: expected no more from the layout, got more int32 .* on cpu:0$",
+        ),
+        (
+            lambda m: m["outputs"].pop(),
+            r"outputs\[1\]: expected kv_blocks .* from the layout, got none$",
+        ),
+        (lambda m: m["inputs"][3].update(dims=[1]), r"inputs\[3\]: expected .*kv_blocks"),
     ],
 )
 def test_a_manifest_that_contradicts_itself(

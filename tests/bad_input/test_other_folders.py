@@ -86,3 +86,25 @@ def test_a_pipe_in_place_of_a_model(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "model")
     said = refused(tmp_path / "model", tmp_path)
     assert said == f"{tmp_path}/model: expected a model folder, got a pipe"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "name"),
+    [
+        (("compile", "model", "-o", ""), "--output"),
+        (("compile", "", "-o", "out"), "model"),
+        (("compile", "--from-artifact", "", "-o", "out"), "--from-artifact"),
+        (("compile", "model", "-o", "out", "--dump-passes", ""), "--dump-passes"),
+        (("plan", "", "--memory", "1GiB"), "model"),
+        (("inspect", ""), "artifact"),
+        (("generate", "", "The"), "artifact"),
+        (("bench", "model", ""), "artifacts"),
+        (("cache", "stat", ""), "folder"),
+    ],
+)
+def test_an_empty_path_is_not_the_working_folder(
+    arguments: tuple[str, ...], name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As of a variable of the shell that is not set."""
+    monkeypatch.chdir(tmp_path)
+    assert sentence(run(*arguments)) == f"{name}: expected a path, got ''"

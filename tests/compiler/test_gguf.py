@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -98,6 +101,25 @@ def test_the_command_states_what_it_cost(tmp_path: Path) -> None:
     done = CliRunner().invoke(app, ["plan", str(path), "--memory", "1GiB"])
     assert done.exit_code == 0, done.output
     assert "weights (stored)" in done.output
+
+
+IN_A_LOCALE = """
+import locale, pathlib, sys
+from kvgraph.compiler.frontends.gguf import as_folder
+assert locale.getpreferredencoding(False).upper() != "UTF-8"
+with as_folder(pathlib.Path(sys.argv[1])) as folder:
+    sys.stdout.buffer.write((folder / "tokenizer.json").read_bytes())
+"""
+
+
+def test_a_locale_without_utf_8(model_folder: Callable[[str], Path], tmp_path: Path) -> None:
+    token = "<\uff5cEnd\u2581of\u2581text\uff5c>"
+    said = gguf_files.byte_level("gpt-2", {token: 3})
+    path = gguf_files.make(model_folder("llama"), tmp_path / "model.gguf", text=said)
+    without = {"LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"}
+    command = [sys.executable, "-c", IN_A_LOCALE, str(path)]
+    done = subprocess.run(command, capture_output=True, env=os.environ | without, check=True)
+    assert token in (each["content"] for each in json.loads(done.stdout)["added_tokens"])
 
 
 def test_frequencies_of_llama_3(tmp_path: Path) -> None:

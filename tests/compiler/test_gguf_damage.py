@@ -140,3 +140,11 @@ def test_a_field_of_every_file_of_another_kind(
     path = gguf_files.make(model_folder("llama"), tmp_path / "model.gguf", **{name: value})
     said = f"{path}: {name.replace('__', '.')}: expected "
     assert refused(path, UnsupportedError).startswith(said)
+
+
+def test_a_field_of_sampling_out_of_range(model_folder: Folders, tmp_path: Path) -> None:
+    fields = {"general__sampling__temp": -1.0}
+    path = gguf_files.make(model_folder("llama"), tmp_path / "model.gguf", **fields)
+    said = refused(path, ModelError)
+    assert said.startswith(f"{path}: general.sampling.temp: expected ")
+    assert said.endswith("got -1.0; correct or remove it")

@@ -38,6 +38,14 @@ def test_a_later_part(parts: list[Path]) -> None:
     )
 
 
+def test_a_later_part_by_the_name_of_the_first(parts: list[Path]) -> None:
+    shutil.copy(parts[1], parts[0])
+    assert refused(parts[0]) == (
+        f"{parts[0]}: expected part 1 of {len(parts)}, as its name says, got part 2; copy the "
+        "first part there"
+    )
+
+
 def test_a_part_with_another_name(parts: list[Path]) -> None:
     other = parts[0].rename(parts[0].with_name("other.gguf"))
     assert f"the first part of a GGUF file, other-00001-of-{len(parts):05}.gguf" in refused(other)

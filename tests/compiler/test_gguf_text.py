@@ -354,6 +354,8 @@ BYTES, PIECES = gguf_files.byte_level("gpt-2", {"<s>": 3}), gguf_files.sentencep
     [
         (without(BYTES, "tokens"), "tokens: expected a list, got none; compile the checkpoint"),
         (without(BYTES, "merges"), "merges: expected a list, got none; compile the checkpoint"),
+        (BYTES | {"merges": ["ab"]}, "merges: expected two tokens with a space between them in "),
+        (BYTES | {"merges": ["a b"]}, "merges: expected 'ab', of the merge 'a b', as a token, got"),
         (without(PIECES, "scores"), "scores: expected a list, got none; compile the checkpoint"),
         (PIECES | {"scores": "abc"}, "scores: expected a list of finite numbers, got 'abc'; comp"),
         (BYTES | {"token_type": "abc"}, "token_type: expected a list of whole numbers, got 'abc';"),

@@ -148,7 +148,7 @@ def test_layers_of_auto_round_with_other_bits(mixed: tuple[Path, Path]) -> None:
     assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
     config = read_config(folder)
     assert stored_forms(config).linears.bits == 8
-    is_plain = left_plain(config, {})
+    is_plain = left_plain(config)
     assert [is_plain(name) for name in (DOWN, LAYER, f"{DOWN}_2")] == [True, False, False]
     configure(folder, {"quant_method": "auto-round", "extra_config": [], **own})
     with pytest.raises(ModelError, match="extra_config: expected an object"):

@@ -17,7 +17,7 @@ import pytest
 
 import kvgraph
 from kvgraph.compiler import output
-from kvgraph.compiler.output import PREFIX, require_free, staging
+from kvgraph.compiler.output import OWNER, PREFIX, require_free, staging
 from kvgraph.contract.plain import to_json
 from kvgraph.errors import ArtifactError, UnsupportedError
 from tests.support.command_line import run
@@ -154,6 +154,9 @@ def test_an_output_that_cannot_be_made(out: Path, tmp_path: Path) -> None:
         "pipe": r"expected an artifact or an empty folder to replace, got something else",
         "n" * 300: r"expected a path to make, got 'File name too long'",
         "new\0": r"expected a path to make",
+        "none/../new": r"/none/\.\./new: expected a folder at .*/none before '\.\.', got none$",
+        "none/a/../../new": r"expected a folder at .*/none/a before '\.\.', got none$",
+        "file/../new": r"expected a folder at .*/file before '\.\.', got a file$",
     }.items():
         with pytest.raises(ArtifactError, match=message):
             require_free(tmp_path / name, force=True)
@@ -213,10 +216,39 @@ def test_a_parent_that_cannot_be_written(tmp_path: Path) -> None:
         require_free(tmp_path / "closed" / "deep" / "out", force=True)
 
 
+@pytest.mark.skipif(not Path("/proc/self").exists(), reason="needs Linux's /proc")
+def test_a_parent_that_takes_no_folder() -> None:
+    """It may be one that permissions allow; nothing is computed before that is known."""
+    message = r"^/proc/kvgraph/x: expected a folder that can be written, got /proc"
+    with pytest.raises(ArtifactError, match=message):
+        require_free(Path("/proc/kvgraph/x"), force=False)
+    with pytest.raises(ArtifactError, match=r"^/proc/x: expected a folder at /proc to make it in"):
+        staging(Path("/proc/x"), force=False).__enter__()
+
+
+def test_a_full_disk_at_the_end_refuses_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The artifact is whole then, and is only moved."""
+    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    with staging(tmp_path / "out", force=False) as made:
+        (made / "a").write_text("made")
+        monkeypatch.setattr(output.tempfile, "mkdtemp", mock.Mock(side_effect=full))
+    assert (tmp_path / "out/a").read_text() == "made"
+
+
 def test_a_mount_point_is_no_output(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Path, "is_mount", lambda self: True)
+    monkeypatch.setattr(os.path, "ismount", lambda path: True)
     with pytest.raises(ArtifactError, match="expected a folder that can be replaced, got a mount"):
         require_free(tmp_path, force=True)
+
+
+@pytest.mark.parametrize("name", [".", "../out", "./."])
+def test_a_working_folder_is_no_mount_point(
+    name: str, out: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(out)
+    assert require_free(Path(name), force=True) == require_free(out, force=True)
 
 
 def test_a_folder_that_cannot_be_moved_is_no_output(
@@ -290,5 +322,23 @@ def test_no_room_for_the_first_file(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     with pytest.raises(
         ArtifactError, match=r"out: expected to write all of it, got 'No space left"
     ):
+        staging(tmp_path / "out", force=False).__enter__()
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", [OWNER, "made"])
+def test_no_room_for_the_hidden_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    function = "open" if name == OWNER else "mkdir"
+    call = getattr(os, function)
+
+    def fail(path: Path, *given: Any, **others: Any) -> Any:
+        if Path(path).name == name:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), path)
+        return call(path, *given, **others)
+
+    monkeypatch.setattr(os, function, fail)
+    with pytest.raises(ArtifactError, match=r"/out: expected to write all of it, got 'No space"):
         staging(tmp_path / "out", force=False).__enter__()
     assert list(tmp_path.iterdir()) == []

@@ -56,12 +56,20 @@ def test_only_leftovers_of_the_dead_are_removed(tmp_path: Path) -> None:
     (leave(tmp_path, "link") / OWNER).symlink_to(dead[0] / OWNER)
     (tmp_path / f"{PREFIX}file").write_text("mine")
     (tmp_path / ".out.123.word").mkdir()  # as staging was named once
+    (tmp_path / f"{PREFIX}empty").mkdir()
+    (tmp_path / f"{PREFIX}empty-and-old").mkdir()
+    os.utime(tmp_path / f"{PREFIX}empty-and-old", (0, 0))
+    for folder in others:
+        os.utime(folder, (0, 0))
     (tmp_path / f"{PREFIX}linked").symlink_to(others[0])
     before = set(os.listdir(tmp_path))
     with (live / OWNER).open("r+b") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
         replace(tmp_path / "out", new="new")
-    assert before - set(os.listdir(tmp_path)) == {folder.name for folder in dead}
+    assert before - set(os.listdir(tmp_path)) == {
+        *(folder.name for folder in dead),
+        f"{PREFIX}empty-and-old",
+    }
     assert set(snapshot(tmp_path / "out")) == {"manifest.json", "new"}
 
 

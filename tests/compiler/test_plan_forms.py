@@ -114,7 +114,7 @@ def test_layers_that_lists_leave_plain_are_counted_so(case: str, tmp_path: Path)
 
 def test_a_gate_is_no_gate_proj() -> None:
     given = {"quant_method": "awq", "bits": 4, "modules_to_not_convert": ["gate", "layers.1"]}
-    is_plain = left_plain({"quantization_config": given}, {})
+    is_plain = left_plain({"quantization_config": given})
     names = ("model.layers.0.mlp.gate", "model.layers.0.mlp.gate_proj", "model.layers.1.a.b")
     assert [is_plain(name) for name in (*names, "model.layers.11.a.b")] == [
         True,
@@ -124,27 +124,15 @@ def test_a_gate_is_no_gate_proj() -> None:
     ]
 
 
-def test_tensors_go_before_lists() -> None:
-    config = {
-        "quantization_config": {"quant_method": "compressed-tensors", "ignore": ["re:.*up.*"]}
-    }
-    stored = {"model.language_model.layers.0.mlp.up_proj.weight": False}
-    rule = left_plain(config, stored)
-    found = [rule(f"model.layers.{i}.mlp.{n}_proj") for i in (0, 1) for n in ("up", "down")]
-    assert found == [False, False, True, False]
-    experts = left_plain_experts(config, {"model.layers.0.mlp.experts.gate_up_proj": True})
-    assert experts("model.layers.0.mlp.experts")
-
-
 def test_names_in_a_larger_model_and_of_experts() -> None:
     config = {
         "quantization_config": COMPRESSED | {"ignore": ["re:model.language_model.layers.0.*"]}
     }
-    assert left_plain(config, {})("model.layers.0.mlp.up_proj")
-    assert not left_plain(config, {})("model.layers.1.mlp.up_proj")
+    assert left_plain(config)("model.layers.0.mlp.up_proj")
+    assert not left_plain(config)("model.layers.1.mlp.up_proj")
     mixed = {"model.layers.0.mlp.experts.0.up_proj": {"quant_algo": "NVFP4"}}
     given = {"quant_method": "modelopt", "quantized_layers": mixed}
-    experts = left_plain_experts({"quantization_config": given}, {})
+    experts = left_plain_experts({"quantization_config": given})
     assert not experts("model.layers.0.mlp.experts")
     assert experts("model.layers.1.mlp.experts")
 

@@ -158,6 +158,23 @@ def test_a_block_as_text(plain: Callable[[str], Path], tmp_path: Path) -> None:
     assert stored_forms(read_config(folder)) == planned
 
 
+def test_older_names_of_awqs_fields_beside_null(
+    plain: Callable[[str], Path], tmp_path: Path
+) -> None:
+    folder = quantized.make("awq", plain("llama"), tmp_path / "packed")
+    expected, path = state(folder), folder / "config.json"
+    planned = stored_forms(read_config(folder))
+    config = json.loads(path.read_text())
+    older = {"w_bit": 4, "q_group_size": quantized.GROUP, "version": None, "format": "gemm"}
+    config["quantization_config"] |= {"bits": None, "group_size": None} | older
+    path.write_text(json.dumps(config))
+    assert all(torch.equal(state(folder)[name], tensor) for name, tensor in expected.items())
+    assert stored_forms(read_config(folder)) == planned
+    config["quantization_config"]["format"] = "gemv"
+    path.write_text(json.dumps(config))
+    assert "awq: version: expected 'gemm', got 'gemv'; " in quantized.refused(folder)
+
+
 @pytest.mark.parametrize("form", ["fp8", "gptq", "awq", "w8a8", "nvfp4"])
 def test_scales_of_activations_and_caches_are_left(
     form: str, plain: Callable[[str], Path], tmp_path: Path

@@ -65,3 +65,11 @@ def test_tied_weights_have_one_owner_and_views_no_overlap() -> None:
 )
 def test_why_a_compile_failed(text: str, sentence: str) -> None:
     assert _why(RuntimeError(text)) == sentence
+
+
+def test_a_full_folder_of_tmpdir_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Python's own temporary folder is another one then."""
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "full"))
+    monkeypatch.setattr(tempfile, "gettempdir", lambda: "/tmp")
+    error = RuntimeError("OSError: [Errno 28] No space left on device")
+    assert f"in the temporary folder {tmp_path / 'full'}, got 'No space" in _why(error)

@@ -16,7 +16,8 @@ import pytest
 import kvgraph
 from kvgraph.cli.show import _Kernel
 from kvgraph.compiler.frontends.folder import read_json
-from kvgraph.contract.files import as_path, read_list, replacing, require_replaceable
+from kvgraph.contract.files import as_path, inside, read_list, replacing, require_replaceable
+from kvgraph.contract.hashes import inside_folder
 from kvgraph.contract.safetensors import read_layout
 from kvgraph.errors import ArtifactError, ModelError, RequestError
 from kvgraph.kernels.execute import _read_ptx
@@ -103,7 +104,7 @@ def test_a_file_that_cannot_be_read_is_not_called_damaged(
 
 
 @pytest.mark.parametrize(
-    ("given", "said"), [(5, "int 5"), (None, "NoneType None"), (b"x", "bytes b'x'")]
+    ("given", "said"), [(5, "int 5"), (None, "NoneType None"), (b"x", "bytes b'x'"), ("", "str ''")]
 )
 def test_what_names_no_path_is_said_to_name_none(given: Any, said: str, tmp_path: Path) -> None:
     for call in (
@@ -115,7 +116,24 @@ def test_what_names_no_path_is_said_to_name_none(given: Any, said: str, tmp_path
             call(given)
         name = "out" if isinstance(call, partial) else "artifact"
         assert str(error.value) == f"{name}: expected a path, got {said}"
+    if given == "":
+        with pytest.raises(ArtifactError, match=r"^model: expected a path, got str ''"):
+            kvgraph.compile(given, tmp_path / "out")
     assert as_path("out", tmp_path) == as_path("out", str(tmp_path)) == tmp_path
+
+
+def test_a_working_folder_that_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No file is said to lie outside."""
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "a").touch()
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    message = r"^\.\./model: expected a working folder .*, got one that was removed; change"
+    for call in (partial(inside, name="a"), partial(inside_folder, name="a")):
+        with pytest.raises(ArtifactError, match=message):
+            call(Path("../model"))
+        assert call(tmp_path / "model") == tmp_path / "model" / "a"
 
 
 def test_a_locale_that_is_not_utf_8_is_named(tmp_path: Path) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import errno
+import fcntl
+import os
 import subprocess
 import sys
 import tempfile
@@ -12,7 +14,7 @@ from unittest import mock
 import pytest
 
 from kvgraph.contract import leftovers
-from kvgraph.contract.leftovers import OWNER, scratch
+from kvgraph.contract.leftovers import OWNER, owned, scratch
 from kvgraph.errors import ArtifactError
 
 KILLED = """
@@ -87,6 +89,50 @@ def test_a_file_system_without_locks(temporary: Path, monkeypatch: pytest.Monkey
     with scratch("test") as live, scratch("test"):
         assert live.exists()
     assert list(temporary.iterdir()) == []
+
+
+def old(folder: Path) -> Path:
+    """A folder that nothing has changed for longer than an hour."""
+    os.utime(folder, (0, 0))
+    return folder
+
+
+def test_a_folder_whose_owner_cannot_be_made_is_removed(
+    temporary: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a full disk."""
+    full = OSError(errno.ENOSPC, "No space left on device")
+    (temporary / "new").mkdir()
+    with monkeypatch.context() as patch:
+        patch.setattr(leftovers.os, "open", mock.Mock(side_effect=full))
+        patch.setattr(leftovers.shutil, "rmtree", mock.Mock())  # which opens folders
+        with pytest.raises(OSError, match="No space left"):
+            owned(temporary / "new", {}).__enter__()
+    assert list(temporary.iterdir()) == []
+
+
+def test_what_is_empty_and_old_is_removed(temporary: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process was killed as it made or removed its folder."""
+    for name in ("empty", "new", "begun", "locked", "others"):
+        (temporary / f"kvgraph-test.{name}").mkdir()
+    for name in ("begun", "locked"):
+        (temporary / f"kvgraph-test.{name}" / OWNER).touch()
+    (temporary / "kvgraph-test.others" / "file").touch()
+    (temporary / "kvgraph-test.link").symlink_to(temporary / "kvgraph-test.new")
+    for name in ("empty", "begun", "locked", "others"):
+        old(temporary / f"kvgraph-test.{name}")
+    before = {path.name.rpartition(".")[2] for path in temporary.iterdir()}
+    with monkeypatch.context() as patch:
+        patch.setattr(leftovers.os, "geteuid", lambda: -1)
+        with scratch("test"):
+            pass
+    assert {path.name.rpartition(".")[2] for path in temporary.iterdir()} == before
+    with (temporary / "kvgraph-test.locked" / OWNER).open("r+b") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        with scratch("test"):
+            pass
+    left = {path.name.rpartition(".")[2] for path in temporary.iterdir()}
+    assert before - left == {"empty", "begun"}
 
 
 def test_no_temporary_folder(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvgraph.contract.plain import from_plain, to_json, to_plain
+from kvgraph.contract.plain import MOST_SAID, from_plain, in_short, to_json, to_plain
 
 
 @dataclass(frozen=True)
@@ -63,6 +63,15 @@ def test_defaults_and_fields_of_later_versions() -> None:
 def test_other_types_are_named(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         from_plain(Outer, GOOD | changes)
+
+
+def test_a_long_text_is_said_by_its_ends() -> None:
+    assert in_short("a" * MOST_SAID) == "a" * MOST_SAID
+    said = in_short("first" + "a" * MOST_SAID + "last")
+    assert len(said) <= MOST_SAID
+    assert said.startswith("firsta")
+    assert said.endswith("alast")
+    assert " ... " in said
 
 
 def test_equal_values_give_equal_bytes() -> None:

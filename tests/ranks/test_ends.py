@@ -157,13 +157,23 @@ def test_a_forked_child_leaves_the_ranks_to_its_parent(two: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.parametrize("keeps_time", [False, True])
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_step_of_overwritten_weights_is_refused(rank: int, two: Path, tmp_path: Path) -> None:
+def test_a_step_of_overwritten_weights_is_refused(
+    rank: int, keeps_time: bool, two: Path, tmp_path: Path
+) -> None:
     folder = shutil.copytree(two, tmp_path / "two.kvg")
     with kvgraph.Engine(folder, num_pages=16) as engine:
         engine.generate([PROMPT], GREEDY)
         file = engine.artifact.folder / ("rank1/" * rank + "weights.safetensors")
-        os.utime(file)
+        file.chmod(0o600)
+        engine.generate([PROMPT], GREEDY)
+        before = file.stat()
+        with file.open("r+b") as opened:
+            opened.seek(-4, os.SEEK_END)
+            opened.write(b"\x3f" * 4)
+        if keeps_time:
+            os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
         with pytest.raises(ArtifactError, match=f"^{file}: expected the file as the session"):
             engine.generate([PROMPT], GREEDY)
 

@@ -15,9 +15,11 @@ import pytest
 
 import kvgraph
 from kvgraph import AsyncEngine, Engine, SamplingParams
+from kvgraph.contract.hashes import FileEntry
 from kvgraph.errors import ArtifactError
 from kvgraph.runtime import machine
 from kvgraph.runtime.artifact import Artifact
+from kvgraph.runtime.sessions import base
 from tests.support.artifacts import Compiled
 
 FEW = SamplingParams(max_new_tokens=4, ignore_eos=True)
@@ -77,6 +79,13 @@ def edit(file: Path) -> None:
         opened.write(b"\x3f" * 4096)
 
 
+def edit_and_keep_time(file: Path) -> None:
+    """As `cp -p` of a file of the same time."""
+    before = file.stat()
+    edit(file)
+    os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
+
+
 def cut(file: Path) -> None:
     os.truncate(file, 1000)
 
@@ -124,7 +133,7 @@ def test_a_running_engine_keeps_its_artifact(
         assert engine.generate(PROMPT, FEW)[0].token_ids == before
 
 
-@pytest.mark.parametrize("change", [edit, cut])
+@pytest.mark.parametrize("change", [edit, edit_and_keep_time, cut])
 @pytest.mark.parametrize("backend", ["onnx", "torch"])
 def test_an_engine_whose_weights_are_overwritten_says_so(
     backend: str, change: Callable[[Path], None], compiled: Compiled, tmp_path: Path
@@ -138,6 +147,32 @@ def test_an_engine_whose_weights_are_overwritten_says_so(
                 engine.generate(PROMPT, FEW)
         with pytest.raises(ArtifactError, match=OVERWRITTEN):
             engine.submit(PROMPT[0], FEW)
+
+
+def test_weights_are_hashed_once_for_each_change_time(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor again once they are refused."""
+    found: list[bool] = []
+    is_intact = base.is_intact
+
+    def noted(file: int, entry: FileEntry) -> bool:
+        found.append(is_intact(file, entry))
+        return found[-1]
+
+    monkeypatch.setattr(base, "is_intact", noted)
+    with Engine(folder) as engine:
+        before = engine.generate(PROMPT, FEW)[0].token_ids
+        assert found == []
+        for mode in (0o640, 0o600):
+            (folder / WEIGHTS).chmod(mode)
+            assert engine.generate(PROMPT, FEW)[0].token_ids == before
+        assert found == [True, True]
+        edit_and_keep_time(folder / WEIGHTS)
+        for _ in range(2):
+            with pytest.raises(ArtifactError, match=OVERWRITTEN):
+                engine.generate(PROMPT, FEW)
+    assert found == [True, True, False]
 
 
 def test_pages_of_other_weights_reach_no_tier(folder: Path, tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import types
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -75,6 +76,7 @@ def make(
     *,
     name: str = "",
     experts: str = "",
+    kinds: Mapping[str, str] | None = None,
     factors: np.ndarray | None = None,
     more_layers: int = 0,
     is_old: bool = False,
@@ -89,7 +91,8 @@ def make(
     """The checkpoint in `folder` with matrices as blocks of `kind`; `fields` are more metadata.
 
     `name`: the architecture, if not the one of the model's type.
-    `experts`: the kind of blocks of experts, if not `kind`. `factors`: of rotary frequencies.
+    `experts`: the kind of blocks of experts, if not `kind`. `kinds`: a part of tensors' names ->
+    the kind of their blocks. `factors`: of rotary frequencies.
     `more_layers`: layers behind the model's. `is_old`: a latent's keys and values as older files
     have them. `extra`: a tensor more, `without`: one less. `vector`: a matrix of one row, written
     as a vector.
@@ -129,7 +132,8 @@ def make(
         _add(writer, f"tokenizer.ggml.{key}", value)
     if text is None and (folder / "tokenizer.json").is_file():
         _add_tokenizer(writer, json.loads((folder / "tokenizer.json").read_text()), config)
-    for tensor, (data, blocks) in tensors(folder, config, name, kind, experts, is_old).items():
+    made = tensors(folder, config, name, kind, experts, is_old, kinds or {})
+    for tensor, (data, blocks) in made.items():
         if tensor != without:
             writer.add_tensor(tensor, data[0] if tensor == vector else data, raw_dtype=blocks)
     if factors is not None:
@@ -150,6 +154,7 @@ def tensors(
     kind: str,
     experts: str = "",
     is_old: bool = False,
+    kinds: Mapping[str, str] = types.MappingProxyType({}),
 ) -> dict[str, Any]:
     """Name -> blocks and their type."""
     import gguf
@@ -164,7 +169,8 @@ def tensors(
         if weight.ndim < 2 or to.endswith(("gate_inp.weight", "bias")):
             found[to] = weight, None
         else:
-            own = (experts or kind) if weight.ndim > 2 else kind
+            usual = (experts or kind) if weight.ndim > 2 else kind
+            own = next((each for part, each in kinds.items() if part in to), usual)
             found[to] = _blocks(weight, own), gguf.GGMLQuantizationType[own]
     return found
 

@@ -61,10 +61,10 @@ def load(job: JsonObject) -> tuple[Any, JsonObject]:
 
 
 def _set_threads(path: Path, threads: int) -> None:
-    config = json.loads(path.read_text())
+    config = json.loads(path.read_text(encoding="utf-8"))
     options = config["model"]["decoder"]["session_options"]
     options |= {"intra_op_num_threads": threads, "inter_op_num_threads": 1}
-    path.write_text(json.dumps(config, indent=1))
+    path.write_text(json.dumps(config, indent=1), encoding="utf-8")
 
 
 def _folder(job: JsonObject) -> Path:

@@ -22,7 +22,7 @@ from kvgraph.compiler.values import Coded, CodedRows, Part, Rows, Values, combin
 from kvgraph.ops.packed import Form
 
 if TYPE_CHECKING:
-    from transformers import PretrainedConfig, PreTrainedModel
+    from transformers import PreTrainedModel
     from transformers.core_model_loading import WeightConverter
 
 
@@ -150,12 +150,12 @@ def _rows(whole: torch.Tensor, start: int, stop: int) -> torch.Tensor:
 def of_parameters(
     model: PreTrainedModel,
     stored: Mapping[str, Values],
-    larger: PretrainedConfig | None = None,
+    larger: str = "",
 ) -> tuple[dict[str, Values], list[str]]:
     """Values by the names of `model`'s state, and the names of stored tensors without a parameter.
 
-    `larger`: the configuration of the whole model if `model` is a part of the checkpoint's; its
-    converters are used if the part has none. Raises what `joined_experts` raises, and what
+    `larger`: the type of the whole model if `model` is a part of the checkpoint's; its converters
+    are used if the part has none. Raises what `joined_experts` raises, and what
     transformers raises when tensors do not fit its operations.
     """
     from transformers import conversion_mapping
@@ -164,8 +164,8 @@ def of_parameters(
     transforms = conversion_mapping.get_model_conversion_mapping(model)
     renamings = [t for t in transforms if isinstance(t, loading.WeightRenaming)]
     converters = [t for t in transforms if isinstance(t, loading.WeightConverter)]
-    if larger is not None and not converters:
-        of_larger = conversion_mapping.get_checkpoint_conversion_mapping(larger.model_type) or ()
+    if larger and not converters:
+        of_larger = conversion_mapping.get_checkpoint_conversion_mapping(larger) or ()
         converters = [t for t in of_larger if isinstance(t, loading.WeightConverter)]
     by_pattern = {pattern: each for each in converters for pattern in each.source_patterns}
     state = model.state_dict(keep_vars=True)

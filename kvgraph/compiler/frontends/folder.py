@@ -185,6 +185,11 @@ def quantization(config: Config) -> Mapping[str, Any] | None:
     return _unified(given) if isinstance(given, dict) else {"quant_method": given}
 
 
+def first_of(config: Config, *names: str) -> Any:
+    """The first of these fields that is given; null means that it is not."""
+    return next((config[name] for name in names if config.get(name) is not None), None)
+
+
 def _unified(given: Config) -> Config:
     """Rewrite an auto-round configuration, if it has no rotations, for the method it stores as."""
     layout = AUTO_ROUND.get(str(given.get("packing_format")))

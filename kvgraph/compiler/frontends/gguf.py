@@ -7,8 +7,7 @@ in llama.cpp's code, make the whole configuration.
 from __future__ import annotations
 
 import json
-from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -28,7 +27,6 @@ from kvgraph.compiler.frontends.gguf_fields import (
 from kvgraph.compiler.frontends.gguf_file import (
     generation,
     is_decoded,
-    nearest_bits,
     open_file,
     told_of,
 )
@@ -39,8 +37,6 @@ from kvgraph.contract.leftovers import scratch
 from kvgraph.errors import UnsupportedError
 
 if TYPE_CHECKING:
-    from gguf import ReaderTensor
-
     from kvgraph.compiler.frontends.gguf_reader import Reader
 
 OTHER_FILES = {
@@ -55,9 +51,6 @@ OTHER_FILES = {
     "imatrix": "the importance of weights; give the file of the model",
 }
 """What a file holds that is no model, by its `general.type` or its architecture."""
-
-HEADS = ("output.weight", "token_embd.weight")
-"""Tensor names of the output projection: its own weight, else the embedding's."""
 
 
 @contextmanager
@@ -80,15 +73,12 @@ def _write(path: Path, folder: Path) -> None:
     reader = open_file(path)
     kind = _require_readable(path, reader)
     config = configuration(path, reader, kind)
-    matrices = {tensor.name: tensor for tensor in reader.tensors if len(tensor.shape) > 1}
-    heads = [matrices[name] for name in HEADS if name in matrices]
-    experts = [each for name, each in matrices.items() if "_exps." in name]
-    linears = [each for name, each in matrices.items() if "_exps." not in name]
-    quantized = {"quant_method": "gguf", "file": str(path), **_stored(linears)}
-    quantized |= {"head": _stored(heads[:1]), "experts": _stored(experts)}
-    (folder / CONFIG).write_text(json.dumps(config | {"quantization_config": quantized}))
+    quantized = {"quant_method": "gguf", "file": str(path)}
+    (folder / CONFIG).write_text(
+        json.dumps(config | {"quantization_config": quantized}), encoding="utf-8"
+    )
     if given := generation(reader):
-        (folder / GENERATION).write_text(json.dumps(given))
+        (folder / GENERATION).write_text(json.dumps(given), encoding="utf-8")
     if field(reader, "tokenizer.ggml.model") is not None:
         write_tokenizer(path, reader, folder)
 
@@ -117,12 +107,3 @@ def _require_readable(path: Path, reader: Reader) -> str:
             wanted = "a type that the gguf package decodes"
             raise refuse(path, tensor.name, wanted, tensor.tensor_type.name)
     return kind
-
-
-def _stored(tensors: Sequence[ReaderTensor]) -> dict[str, object]:
-    """`bits`: nearest bits of packed weights (None: floats); `blocks`: type of most elements."""
-    counts: Counter[str] = Counter()
-    for tensor in tensors:
-        counts[tensor.tensor_type.name] += int(tensor.n_elements)
-    most = max(counts, key=counts.__getitem__, default="")
-    return {"bits": nearest_bits(tensors), "blocks": most}

@@ -25,6 +25,7 @@ from kvgraph.compiler.frontends.gguf_fields import (
     require_kinds,
 )
 from kvgraph.compiler.quiet import first_line, quiet_loggers
+from kvgraph.contract.generation import GENERATION
 from kvgraph.contract.leftovers import scratch
 from kvgraph.contract.loading import require_package
 from kvgraph.errors import KVGraphError, ModelError, UnsupportedError
@@ -47,13 +48,17 @@ UNKNOWN_TYPE = re.compile(r"(\d+)\)? is not a valid GGMLQuantizationType")
 
 @contextmanager
 def told_of(path: Path, folder: str) -> Iterator[None]:
-    """Make errors name the GGUF file `path`, not the temporary `folder` or its config.json."""
+    """Make errors name the GGUF file `path` and its fields, not the temporary `folder` or its
+    configuration files."""
     try:
         yield
     except KVGraphError as error:
         if folder not in str(error):
             raise
-        said = str(error).replace(f"{folder}/{CONFIG}", str(path)).replace(folder, str(path))
+        said = str(error).replace(f"{folder}/{CONFIG}", str(path))
+        for own, name in SAMPLING.items():
+            said = said.replace(f"{folder}/{GENERATION}: {name}", f"{path}: {own}")
+        said = said.replace(folder, str(path))
         raise type(error)(said) from error
 
 
@@ -72,6 +77,11 @@ def open_file(path: Path) -> Reader:
     named = PART.fullmatch(path.name)
     if named is None or int(named[3]) != count or number or int(named[2]) != 1:
         first = f"{named[1] if named else path.stem}-00001-of-{count:05}.gguf"
+        if path.name == first:
+            raise ModelError(
+                f"{path}: expected part 1 of {count}, as its name says, got part {number + 1}; "
+                "copy the first part there"
+            )
         raise UnsupportedError(
             f"{path}: expected the first part of a GGUF file, {first}, got part {number + 1} of "
             f"{count}; give that file, with the other parts in its folder"
@@ -246,3 +256,17 @@ def require_vocabulary(path: Path, reader: Reader, *, is_bytes: bool) -> None:
         if lacking:  # llama.cpp joins it to others, but merges need it as a token
             wanted = f"{min(lacking)!r}, a character of {token!r}, as a token"
             raise refuse(path, "tokenizer.ggml.tokens", wanted, "none")
+
+
+def require_merges(path: Path, reader: Reader) -> None:
+    """Raise UnsupportedError for merges that are no pairs of tokens which make a token."""
+    tokens, merges = (entries(reader, f"tokenizer.ggml.{own}") for own in ("tokens", "merges"))
+    known = {*map(str, tokens)}
+    for merge in map(str, merges):
+        left, _, right = merge.partition(" ")
+        if not right:
+            wanted = "two tokens with a space between them in each"
+            raise refuse(path, "tokenizer.ggml.merges", wanted, repr(merge))
+        if lacking := [each for each in (left, right, left + right) if each not in known]:
+            wanted = f"{lacking[0]!r}, of the merge {merge!r}, as a token"
+            raise refuse(path, "tokenizer.ggml.merges", wanted, "none")

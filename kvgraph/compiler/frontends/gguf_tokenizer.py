@@ -17,6 +17,7 @@ from kvgraph.compiler.frontends.gguf_file import (
     CONTROL,
     USER_DEFINED,
     alone,
+    require_merges,
     require_vocabulary,
 )
 from kvgraph.compiler.frontends.gguf_splits import SPLITS, splitter
@@ -27,6 +28,7 @@ from kvgraph.compiler.frontends.text_files import (
     require_template,
 )
 from kvgraph.contract.plain import JsonObject
+from kvgraph.errors import ModelError
 from kvgraph.signal_handlers import reraise_if_signalled
 
 if TYPE_CHECKING:
@@ -126,13 +128,17 @@ def write_tokenizer(path: Path, reader: Reader, folder: Path) -> None:
         if given is not None and not 0 <= int(given) < len(tokens):
             wanted = f"one of {len(tokens)} tokens"
             raise refuse(path, f"tokenizer.ggml.{ROLES[name]}_token_id", wanted, repr(given))
-    _convert(path, folder, bool(adds_bos))
+    try:
+        _convert(path, folder, bool(adds_bos))
+    except ModelError:
+        require_merges(path, reader)
+        raise
     whole = {int(place): True for place in roles.values() if place is not None}
     types = entries(reader, "tokenizer.ggml.token_type")
     for place, type_ in enumerate(types[: len(tokens)]):
         if type_ in (CONTROL, USER_DEFINED):
             whole[place] = type_ == CONTROL or place in whole
-    data: JsonObject = json.loads((folder / TOKENIZER).read_text())
+    data: JsonObject = json.loads((folder / TOKENIZER).read_text(encoding="utf-8"))
     named = str(field(reader, "general.name") or "").lower()
     if model == "gemma4" and adds_bos and roles["bos"] is not None:
         _begin_with(data, tokens[int(roles["bos"])])
@@ -144,12 +150,12 @@ def write_tokenizer(path: Path, reader: Reader, folder: Path) -> None:
             data["model"]["merges"] = _merges(reader, tokens)
         prefix = field(reader, "tokenizer.ggml.add_space_prefix")
         _spell_spaces(data, has_prefix=prefix in (None, True))
-    (folder / TOKENIZER).write_text(json.dumps(data))
+    (folder / TOKENIZER).write_text(json.dumps(data), encoding="utf-8")
     _require_places(path, folder / TOKENIZER, {place: tokens[place] for place in whole})
-    settings: JsonObject = json.loads((folder / SETTINGS).read_text())
+    settings: JsonObject = json.loads((folder / SETTINGS).read_text(encoding="utf-8"))
     for name, given in roles.items():
         settings[f"{name}_token"] = None if given is None else tokens[int(given)]
-    (folder / SETTINGS).write_text(json.dumps(settings))
+    (folder / SETTINGS).write_text(json.dumps(settings), encoding="utf-8")
     _write_templates(path, reader, folder / MORE_TEMPLATES)
 
 

@@ -1,5 +1,5 @@
-"""Find the layers that a quantised checkpoint leaves plain: by its tensors or, if these are not at
-hand, by the lists of its configuration.
+"""Find the layers that a quantised checkpoint leaves plain, by the lists of its configuration: for
+plans of checkpoints whose tensors are not at hand.
 
 Names are those of modules. Entries of the lists mean:
 
@@ -15,7 +15,7 @@ Names are those of modules. Entries of the lists mean:
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from fnmatch import fnmatchcase
 
 from kvgraph.compiler.frontends.folder import Config, quantization
@@ -37,24 +37,17 @@ _Rule = Callable[[list[str]], bool]
 """`rule(names)`: whether a module that may have any of these names is left plain."""
 
 
-def left_plain(config: Config, stored: Mapping[str, bool]) -> Rule:
-    """The rule for linear layers.
-
-    `stored`: name of a weight whose tensors are at hand -> whether it is plain. It takes precedence
-    over the configuration's lists.
-    """
-    return _by_names(config, stored, [""])
+def left_plain(config: Config) -> Rule:
+    """The rule for linear layers."""
+    return _by_names(config, [""])
 
 
-def left_plain_experts(config: Config, stored: Mapping[str, bool]) -> Rule:
-    """The rule for layers of experts, by their own names and the names of their first matrices.
-
-    `stored`: see `left_plain`.
-    """
-    return _by_names(config, stored, EXPERT)
+def left_plain_experts(config: Config) -> Rule:
+    """The rule for layers of experts, by their own names and the names of their first matrices."""
+    return _by_names(config, EXPERT)
 
 
-def _by_names(config: Config, stored: Mapping[str, bool], ends: Sequence[str]) -> Rule:
+def _by_names(config: Config, ends: Sequence[str]) -> Rule:
     given = quantization(config) or {}
     if str(given.get("quant_method")).startswith("modelopt"):
         listed = _of_modelopt(given)
@@ -63,13 +56,7 @@ def _by_names(config: Config, stored: Mapping[str, bool], ends: Sequence[str]) -
     else:
         listed = _of_others(given)
 
-    def rule(name: str) -> bool:
-        names = [f"{spelling}{end}" for spelling in _spellings(name) for end in ends]
-        weights = (weight for each in names for weight in (each, f"{each}.weight"))
-        found = next((stored[weight] for weight in weights if weight in stored), None)
-        return listed(names) if found is None else found
-
-    return rule
+    return lambda name: listed([f"{each}{end}" for each in _spellings(name) for end in ends])
 
 
 def _spellings(name: str) -> Iterator[str]:

@@ -2,25 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from inspect import signature
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
+from transformers.activations import SiLUActivation
 from transformers.pytorch_utils import Conv1D
 
-from kvgraph.compiler.checkpoint_files import indexed, shard_paths, stored_tensors
+from kvgraph.compiler.checkpoint_files import indexed, shard_paths
 from kvgraph.compiler.described import Experts, Linear, ModelSizes
 from kvgraph.compiler.frontends import huggingface
 from kvgraph.compiler.frontends.decoder import Decoder
 from kvgraph.compiler.frontends.folder import Config, quantization
 from kvgraph.compiler.frontends.ranks import cut
 from kvgraph.compiler.frontends.routing import active_experts
+from kvgraph.compiler.frontends.weightless import sources
+from kvgraph.compiler.joined_forms import KeptAs
 from kvgraph.compiler.model import Model
-from kvgraph.compiler.quantized import weights_of
-from kvgraph.compiler.values import Plain
+from kvgraph.compiler.quiet import quiet_loggers
+
+GATES = (("gate_proj", "up_proj"), ("w1", "w3"))
+"""Names of a gate and its up projection in an MLP."""
+SILU = (nn.SiLU, SiLUActivation)
 
 FREQUENCIES = "inv_freq"
 """The end of the name of a rotary embedding's frequencies in transformers."""
@@ -48,8 +55,12 @@ def describe(folder: Path, dtype: str, ranks: int = 1) -> ModelSizes:
     mixtures = {name: each for name, each in modules.items() if _has_kernel(each, active)}
     rows, hidden = _table(model.module).weight.shape
     head = module.get_output_embeddings()  # type: ignore[operator]
+    beside = _beside(modules)
     made = sorted(
-        _linear(name, layer, is_tied=layer.weight in tables, is_head=layer is head)
+        replace(
+            _linear(name, layer, is_tied=layer.weight in tables, is_head=layer is head),
+            beside=beside.get(name, ""),
+        )
         for name, layer in layers.items()
     )
     widths = [each.out_features for each in made if not each.is_head]
@@ -72,19 +83,23 @@ def describe(folder: Path, dtype: str, ranks: int = 1) -> ModelSizes:
     )
 
 
-def plain_weights(folder: Path, config: Config) -> dict[str, bool]:
-    """Whether each weight of a quantised checkpoint is plain, by its name, from the files' headers.
+def kept_tensors(folder: Path, config: Config, dtype: str) -> dict[str, KeptAs]:
+    """How a quantised checkpoint stores the matrices of each parameter, by the model's names.
 
-    Empty if the files are not at hand, the checkpoint is plain, or it is a GGUF file. It raises
-    what `weights_of` raises.
+    Empty if its files are not at hand, or it is plain. Of numbers only zero points and orders of
+    inputs are read. It raises what `describe` and `sources` raise.
     """
     given, paths = quantization(config), shard_paths(folder)
-    at_hand = paths and all(path.is_file() for path in paths)
-    if given is None or given["quant_method"] == "gguf" or not at_hand:
+    at_hand = bool(paths) and all(path.is_file() for path in paths)
+    if given is None or not (at_hand or given["quant_method"] == "gguf"):
         return {}
-    with indexed(folder):
-        found, _ = weights_of(folder, config, stored_tensors(folder))
-    return {name: isinstance(each, Plain) for name, each in found.items()}
+    model = huggingface.describe(folder, dtype)
+    larger = "" if model.architecture == config["model_type"] else str(config["model_type"])
+    with indexed(folder), quiet_loggers(*huggingface.REPORTING):
+        found = sources(model.module, folder, config, larger)
+    return {
+        name: KeptAs(each.form, each.bits) for name, each in found.items() if len(each.shape) > 1
+    }
 
 
 def _table(module: nn.Module) -> nn.Embedding:
@@ -139,6 +154,19 @@ def _linear(name: str, layer: nn.Linear | Conv1D, *, is_tied: bool, is_head: boo
     if isinstance(layer, Conv1D):
         rows, columns = columns, rows
     return Linear(rows, columns, layer.bias is not None, is_tied, is_head, name=name)
+
+
+def _beside(modules: Mapping[str, nn.Module]) -> dict[str, str]:
+    """Name of a layer -> the one that kernels of CPUs join it with: of a gate and an up projection
+    of the same outputs, if the gate is silu's."""
+    found: dict[str, str] = {}
+    for name, module in modules.items():
+        activation = getattr(module, "act_fn", None)
+        for gate, up in GATES:
+            pair = [getattr(module, each, None) for each in (gate, up)]
+            if isinstance(activation, SILU) and all(isinstance(each, nn.Linear) for each in pair):
+                found |= {f"{name}.{gate}": f"{name}.{up}", f"{name}.{up}": f"{name}.{gate}"}
+    return found
 
 
 def _rotary_dims(model: nn.Module) -> tuple[int, ...]:

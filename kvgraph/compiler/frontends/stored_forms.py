@@ -1,6 +1,6 @@
 """Find the forms in which a quantised checkpoint stores its layers, from its configuration.
 
-Plans use them to compute bytes of weights.
+Plans use them to compute bytes of weights whose tensors are not at hand.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from kvgraph.compiler.frontends.folder import Config, block_of, quantization
+from kvgraph.compiler.frontends.folder import Config, block_of, first_of, quantization
 from kvgraph.ops.packed import E2M1, E4M3, GROUP, INT8, MXFP4_GROUP, NVFP4, NVFP4_GROUP, Form
 
 GGUF_BLOCKS = {
@@ -58,10 +58,6 @@ def stored_forms(config: Config) -> StoredForms:
     if str(given.get("quant_method")).endswith("fp8"):
         form = _of_float8(given.get("weight_block_size"))
         return StoredForms(form, form)
-    if given.get("quant_method") == "gguf":
-        head = given.get("head") or {}
-        experts = given.get("experts") or {}
-        return StoredForms(*(_of_blocks(each) for each in (given, experts, head)))
     if str(given.get("quant_method")).startswith("modelopt"):
         forms = [_of_modelopt(one) for one in _each_of_modelopt(given)]
         widest = max(forms, key=lambda form: form.bits, default=PLAIN)
@@ -138,10 +134,10 @@ def _form(given: Config, packing: str) -> Form:
         if bits == 4:  # FP4 in other forms is rounded to int8
             return Form(8)
         return _float8(given) if bits == 8 else PLAIN
-    bits = given.get("num_bits", given.get("bits", given.get("w_bit")))
+    bits = first_of(given, "num_bits", "bits", "w_bit")
     if not isinstance(bits, int):
         return PLAIN
-    group = given.get("group_size", given.get("q_group_size"))
+    group = first_of(given, "group_size", "q_group_size")
     if bits > 8:
         return PLAIN
     rounded = 4 if bits <= 4 and packing not in UNPACKED else 8
@@ -154,10 +150,6 @@ def _form(given: Config, packing: str) -> Form:
     if rounded == 8:
         return Form(8, group, INT8) if symmetric else Form(8)
     return Form(4, group, has_offsets=not symmetric)
-
-
-def _of_blocks(given: Config) -> Form:
-    return GGUF_BLOCKS.get(str(given.get("blocks")), Form(given.get("bits") or PLAIN.bits))
 
 
 def _float8(given: Config) -> Form:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from unittest import mock
@@ -124,28 +124,10 @@ def locate(
     for a weight of two or more dims that is stored as no floats.
     """
     wanted = _wanted(model)
-    given = quantization(config)
-    stored: Mapping[str, StoredTensor] = {}
-    read: Mapping[str, Values] = {}
-    named: Mapping[str, Values] = {}
-    others: list[str] = []
-    if given is not None and given["quant_method"] == "gguf":
-        values, form = gguf.weights(model, config)
-    else:
-        stored = stored_tensors(folder)
-        read, form = weights_of(folder, config, stored)
-        if not stored:
-            return Located(None, NO_SAFETENSORS, form, "save the model as safetensors")
-        try:
-            named = language_part(read) if larger else read
-            values, others = of_parameters(model, named, larger)
-        except KVGraphError:
-            raise
-        except ImportError:
-            return Located(None, "transformers' own names of them are not known", form)
-        except Exception as error:
-            reraise_if_signalled(error)
-            return Located(None, f"transformers converts them: {first_line(error)}", form)
+    given = _tensors(model, folder, config, larger.model_type if larger else "")
+    if isinstance(given, Located):
+        return given
+    values, form, stored, read = given.values, given.form, given.stored, given.read
     if larger is not None:
         if not any(name in values for names, _ in wanted for name in names):
             return Located(None, "the language part is not found by its names", form)
@@ -157,8 +139,8 @@ def locate(
     why, step = _why_not(model, folder, stored, read, values)
     if why:
         return Located(None, why, form, step)
-    own = [name for name in others if larger is None or name not in read]
-    left = left_over(model, own, named)
+    own = [name for name in given.others if larger is None or name not in read]
+    left = left_over(model, own, given.named)
     found: dict[str, Values] = {}
     for names, shape in wanted:
         name = next((n for n in names if n in values), names[0])
@@ -169,6 +151,58 @@ def locate(
             raise incomplete(folder, "mismatched_keys", both, left)
         found |= dict.fromkeys(names, values[name])
     return Located(Checkpoint(found), "", form, left=left)
+
+
+def sources(model: PreTrainedModel, folder: Path, config: Config, larger: str) -> dict[str, Values]:
+    """The sources of `model`'s parameters by all their names; empty if they cannot be read as
+    stored.
+
+    `larger`: the type of the checkpoint's whole model, if `model` is its language part; else empty.
+    ModelError or UnsupportedError: tensors do not fit each other or the model, or cannot be read.
+    """
+    given = _tensors(model, folder, config, larger)
+    values = {} if isinstance(given, Located) else given.values
+    found: dict[str, Values] = {}
+    for names, _ in _wanted(model):
+        found |= {name: values[own] for own in names if own in values for name in names}
+    return found
+
+
+@dataclass(frozen=True)
+class _Tensors:
+    """A checkpoint's tensors: as `stored`, as `read` and as `named`, the `values` by a model's
+    names, and `others`, for which it has none. `form`: see `Located`."""
+
+    values: dict[str, Values]
+    form: str
+    stored: Mapping[str, StoredTensor] = field(default_factory=dict)
+    read: Mapping[str, Values] = field(default_factory=dict)
+    named: Mapping[str, Values] = field(default_factory=dict)
+    others: Sequence[str] = ()
+
+
+def _tensors(
+    model: PreTrainedModel, folder: Path, config: Config, larger: str
+) -> _Tensors | Located:
+    """The checkpoint's tensors, or why transformers has to load them; see `sources`."""
+    given = quantization(config)
+    if given is not None and given["quant_method"] == "gguf":
+        return _Tensors(*gguf.weights(model, config))
+    stored = stored_tensors(folder)
+    read, form = weights_of(folder, config, stored)
+    if not stored:
+        return Located(None, NO_SAFETENSORS, form, "save the model as safetensors")
+    try:
+        named = language_part(read) if larger else read
+        values, others = of_parameters(model, named, larger)
+    except KVGraphError:
+        raise
+    except ImportError:
+        return Located(None, "transformers' own names of them are not known", form)
+    except Exception as error:
+        reraise_if_signalled(error)
+        return Located(None, f"transformers converts them: {first_line(error)}", form)
+    return _Tensors(values, form, stored, read, named, others)
 
 
 def _why_not(

@@ -14,13 +14,14 @@ from torch.export import ExportedProgram
 from torch.fx import Node
 
 from kvgraph.compiler.gpu_weights import Part, columns_in_turn, kept, rounded, shapes
+from kvgraph.compiler.joined_forms import PLAIN_BITS
 from kvgraph.compiler.passes import PassReport
 from kvgraph.compiler.passes.experts import rewrite_mixtures
 from kvgraph.compiler.passes.mixtures import Layer, MatchedExperts
 from kvgraph.compiler.passes.operands import KINDS, cast, expect
 from kvgraph.compiler.passes.parameters import add_matrix, stored_of
 from kvgraph.compiler.threads import in_order
-from kvgraph.compiler.values import PLAIN_BITS, Coded
+from kvgraph.compiler.values import Coded
 from kvgraph.compiler.weights import Weights
 from kvgraph.kernels.experts_plan import MOST_EXPERTS
 from kvgraph.ops import torch_fusions

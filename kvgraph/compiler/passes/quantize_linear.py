@@ -15,6 +15,7 @@ import torch
 from torch.export import ExportedProgram
 
 from kvgraph.compiler.gpu_weights import in_parts, shapes
+from kvgraph.compiler.joined_forms import PLAIN_BITS
 from kvgraph.compiler.passes import PassReport
 from kvgraph.compiler.passes.linears import (
     MAX_SECTIONS,
@@ -26,7 +27,6 @@ from kvgraph.compiler.passes.linears import (
 )
 from kvgraph.compiler.passes.operands import KINDS, any_node, expect, value
 from kvgraph.compiler.passes.parameters import add_matrix
-from kvgraph.compiler.values import PLAIN_BITS
 from kvgraph.compiler.weights import Weights
 from kvgraph.contract.dtypes import AS_STORED
 from kvgraph.kernels.matrix_tiles import multiply_bytes

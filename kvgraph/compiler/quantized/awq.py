@@ -13,7 +13,7 @@ from collections.abc import Collection
 
 import torch
 
-from kvgraph.compiler.frontends.folder import Config
+from kvgraph.compiler.frontends.folder import Config, first_of
 from kvgraph.compiler.quantized.integers import Integers
 from kvgraph.compiler.quantized.parts import Parts, read_finite, sizes_of_rules, unpack
 from kvgraph.compiler.values import Plain, Rows, Values
@@ -25,13 +25,13 @@ ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 
 
 def weights(parts: Parts, config: Config) -> dict[str, Values]:
-    bits = config.get("bits", config.get("w_bit"))
-    form = str(config.get("version", config.get("format")) or "gemm").lower()
+    bits = first_of(config, "bits", "w_bit")
+    form = str(first_of(config, "version", "format") or "gemm").lower()
     if bits != BITS:
         raise parts.refuse("bits", str(BITS), bits)
     if form != "gemm":
         raise parts.refuse("version", "'gemm'", repr(form))
-    size = config.get("group_size", config.get("q_group_size"))
+    size = first_of(config, "group_size", "q_group_size")
     sizes = [size] if isinstance(size, int) and size > 0 else []  # -1: whole rows
     sizes += sizes_of_rules(config)
     found: dict[str, Values] = {

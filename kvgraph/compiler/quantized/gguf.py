@@ -20,6 +20,7 @@ from kvgraph.compiler.frontends.folder import Config
 from kvgraph.compiler.frontends.gguf_fields import field, refuse
 from kvgraph.compiler.frontends.gguf_file import nearest_bits, open_file
 from kvgraph.compiler.frontends.gguf_rope import is_rotary
+from kvgraph.compiler.joined_forms import PLAIN_BITS
 from kvgraph.compiler.quantized.gguf_blocks import (
     Blocks,
     Data,
@@ -39,7 +40,7 @@ from kvgraph.compiler.quantized.gguf_processors import (
     processor_of,
     with_halves,
 )
-from kvgraph.compiler.values import PLAIN_BITS, Converted, Values
+from kvgraph.compiler.values import Converted, Values
 from kvgraph.contract.dims import Array
 from kvgraph.errors import ModelError
 from kvgraph.signal_handlers import reraise_if_signalled

@@ -15,7 +15,7 @@ from kvgraph.contract.mixtures import Mixture
 
 def write_build_log(folder: Path, log: Mapping[str, object]) -> None:
     """Write `build.json` into `folder`: seconds of each part of the build."""
-    (folder / BUILD_LOG_NAME).write_text(json.dumps(log, indent=1) + "\n")
+    (folder / BUILD_LOG_NAME).write_text(json.dumps(log, indent=1) + "\n", encoding="utf-8")
 
 
 @dataclass

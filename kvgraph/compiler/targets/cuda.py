@@ -205,5 +205,5 @@ def save_kernels(made: Sequence[Compiled], arch: str, folder: Path) -> dict[str,
         (kernels / kernel.file_name).write_bytes(kernel.cubin)
         (kernels / kernel.ptx_name).write_bytes(kernel.packed_ptx())
     described = json.dumps([kernel.metadata() for kernel in made], indent=1)
-    (kernels / KERNELS_NAME).write_text(described + "\n")
+    (kernels / KERNELS_NAME).write_text(described + "\n", encoding="utf-8")
     return {f"kernels/{arch}/{kernel.file_name}": round(kernel.seconds, 3) for kernel in made}

@@ -107,9 +107,11 @@ def _why(error: Exception) -> str:
     text = str(error).strip() or type(error).__name__
     for full in map(os.strerror, NO_ROOM):
         if full in text:
+            # gettempdir() is another folder once no file fits into that of TMPDIR.
+            folder = os.environ.get("TMPDIR") or tempfile.gettempdir()
             return (
-                "expected room for the C++ compiler in the temporary folder "
-                f"{tempfile.gettempdir()}, got {full!r}; set TMPDIR to another folder"
+                f"expected room for the C++ compiler in the temporary folder {folder}, got "
+                f"{full!r}; set TMPDIR to another folder"
             )
     first, *rest = text.splitlines()
     said = next((f": {line.strip()}" for line in rest if "error:" in line), "")

@@ -56,8 +56,9 @@ class LeaderSession(Session):
     ) -> None:
         super().__init__(own.artifact)
         here = group.size if maps_pools else 1  # ranks whose files this machine has
-        parts = [replace(own.artifact, rank=rank) for rank in range(here)]
-        self._watched = [MappedFile(part.file(name)) for part in parts for name in own.mapped]
+        parts = [replace(own.artifact, rank=rank) for rank in range(1, here)]
+        theirs = [MappedFile(part, name) for part in parts for name in own.mapped]
+        self._watched = [*own._watched, *theirs]
         self.captures = own.captures
         self.memory = own.memory
         self.step_tokens = own.step_tokens

@@ -7,7 +7,6 @@ import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise, zip_longest
-from pathlib import Path
 from threading import get_ident
 from typing import Any
 
@@ -15,6 +14,8 @@ import numpy as np
 import numpy.typing as npt
 
 from kvgraph.contract.dims import Array, TensorType
+from kvgraph.contract.files import reading
+from kvgraph.contract.hashes import is_intact
 from kvgraph.contract.host_memory import host_zeros
 from kvgraph.contract.inputs import (
     Buffer,
@@ -68,7 +69,7 @@ class Session(ABC):
         self._vocab = artifact.manifest.model.vocab_size
         self._checked: list[tuple[object, ...]] = []
         self._turns = Turns("Session")
-        self._watched = [MappedFile(artifact.file(name)) for name in self.mapped]
+        self._watched = [MappedFile(artifact, name) for name in self.mapped]
         self._last_run_completed = True  # False if the last run raised
 
     @property
@@ -275,29 +276,40 @@ class Session(ABC):
 
 
 class MappedFile:
-    """A file that a session maps, held open. Times of its inode change with its name: they do not
-    count."""
+    """A file that a session maps, held open: `name` of the artifact's rank."""
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
+    def __init__(self, artifact: ArtifactFolder, name: str) -> None:
+        self._path, self._entry = artifact.file(name), artifact.entry(name)
         try:
-            self._file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            self._file = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
         except OSError as error:
             raise ArtifactError(
-                f"{path}: expected a file that can be read, got {error.strerror!r}"
+                f"{self._path}: expected a file that can be read, got {error.strerror!r}"
             ) from error
         # At exit another thread may still run a step; the system closes the file then.
         weakref.finalize(self, os.close, self._file).atexit = False
-        stat = os.fstat(self._file)
-        self._opened = stat.st_size, stat.st_mtime_ns
+        self._known = self._state()
 
     def require_unchanged(self) -> None:
+        """Raise ArtifactError if the file was written to. A new change time alone may come from a
+        rename, a link or a chmod, or from a write that kept the other time, as `cp -p` may."""
+        if (state := self._state()) == self._known:
+            return
+        if state[:2] == self._known[:2] and self._entry is not None:
+            # In a step, by one thread: seconds for some GB, in which other ranks wait.
+            with reading(self._path, ArtifactError):
+                if is_intact(self._file, self._entry):
+                    self._known = state  # of before the hash: a write during it is a new change
+                    return
+            self._entry = None  # not hashed again, and refused from now on
+        raise ArtifactError(
+            f"{self._path}: expected the file as the session opened it, got one that was "
+            "written to; start again, and replace artifacts by rename"
+        )
+
+    def _state(self) -> tuple[int, int, int]:
         stat = os.fstat(self._file)
-        if (stat.st_size, stat.st_mtime_ns) != self._opened:
-            raise ArtifactError(
-                f"{self._path}: expected the file as the session opened it, got one that was "
-                "written to; start again, and replace artifacts by rename"
-            )
+        return stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns
 
 
 def _require_within(name: str, array: Array, end: int) -> None:

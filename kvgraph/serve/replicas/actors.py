@@ -23,6 +23,7 @@ from kvgraph.runtime.chat import prompts_of
 from kvgraph.runtime.engine import Engine
 from kvgraph.serve.app import make_app
 from kvgraph.serve.facts import EngineFacts
+from kvgraph.serve.imports import import_for_requests
 from kvgraph.serve.latency import keep_heap, share_python
 from kvgraph.serve.load import Load
 from kvgraph.serve.log import send_lines
@@ -121,6 +122,7 @@ class FleetService(Service):
     async def load(self) -> None:
         """Load the tokenizer, and wait for the first replica."""
         prompts = await asyncio.to_thread(prompts_of, self._folder)
+        await asyncio.to_thread(import_for_requests)
         while (facts := await self._facts()) is None:
             await asyncio.sleep(LOOK_SECONDS)
         prefill = None if self._prefill is None else self._compute

@@ -13,6 +13,7 @@ from kvgraph.kv.requests import TextContext
 from kvgraph.runtime.async_engine import AsyncEngine
 from kvgraph.runtime.engine import Engine
 from kvgraph.runtime.sampling_params import SamplingParams
+from kvgraph.serve.imports import import_for_requests
 from kvgraph.serve.replicas.feed import Feed
 from kvgraph.serve.replicas.messages import Accepted, Message, Order, Piece, Refused
 from kvgraph.serve.replicas.report import DECODE, Report
@@ -47,6 +48,7 @@ class EngineHost:
         self._feeding: asyncio.Task[None] | None = None
 
     async def start(self, make: Callable[[], Engine]) -> None:
+        await asyncio.to_thread(import_for_requests)
         engine = await asyncio.to_thread(make)
         shared = AsyncEngine(engine)
         self._feed = Feed(self.name, self.role, engine, self._send)

@@ -74,12 +74,12 @@ def answer(path: str, kind: type[Asked], make: Callable[[Asked], object]) -> int
 
     Return the process's exit code: 1 for a refusal, else 0.
     """
-    request = kind(**json.loads(Path(path).read_text()))
+    request = kind(**json.loads(Path(path).read_text(encoding="utf-8")))
     try:
         found: dict[str, object] = asdict(make(request))  # type: ignore[call-overload]
     except KVGraphError as error:
         found = {"refused": str(error)}
-    Path(path).with_suffix(".result").write_text(json.dumps(found))
+    Path(path).with_suffix(".result").write_text(json.dumps(found), encoding="utf-8")
     return int("refused" in found)
 
 
@@ -184,7 +184,7 @@ def plugin_model(request: BuildRequest) -> bytes:
 
     model = onnx.load(request.model, load_external_data=False)
     folder = Path(request.kernels)
-    described = json.loads((folder / PLUGINS_NAME).read_text())
+    described = json.loads((folder / PLUGINS_NAME).read_text(encoding="utf-8"))
     graph = model.graph
     heads = _pool_heads(graph) if not request.aliased else {}
     carried: set[str] = set()

@@ -172,7 +172,7 @@ def run_builder(
     `module`. UnsupportedError if it refuses, aborts or is killed."""
     with tempfile.TemporaryDirectory(prefix="kvgraph-tensorrt.") as scratch:
         path = Path(scratch, "build.json")
-        path.write_text(json.dumps(request))
+        path.write_text(json.dumps(request), encoding="utf-8")
         said = log or Path(scratch, "log")
         with said.open("wb") as output:
             done = subprocess.run(
@@ -185,7 +185,7 @@ def run_builder(
         answer = path.with_suffix(".result")
         if not answer.exists():
             raise UnsupportedError(_ended(done.returncode, said))
-        found: dict[str, Any] = json.loads(answer.read_text())
+        found: dict[str, Any] = json.loads(answer.read_text(encoding="utf-8"))
     if "refused" in found:
         raise UnsupportedError(found["refused"])
     return found
@@ -211,7 +211,11 @@ def _environment(module: str, folder: Path) -> dict[str, str]:
 def _ended(code: int, log: Path) -> str:
     """Text for why there is no answer: the signal or exit code, and the last line of the log."""
     how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
-    lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
+    lines = [
+        line
+        for line in log.read_text(errors="replace", encoding="utf-8").splitlines()
+        if line.strip()
+    ]
     last = f", after {lines[-1].strip()[:200]!r}" if lines else ""
     return f"backend tensorrt: expected an engine, but the process that builds it {how}{last}"
 

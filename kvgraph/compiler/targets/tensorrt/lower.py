@@ -127,7 +127,9 @@ def write_kernels(
         "nodes": {name: distinct.index(shape) for name, shape in nodes.items()},
         "images": images,
     }
-    (folder / "kernels" / PLUGINS_NAME).write_text(json.dumps(described, indent=1) + "\n")
+    (folder / "kernels" / PLUGINS_NAME).write_text(
+        json.dumps(described, indent=1) + "\n", encoding="utf-8"
+    )
     return seconds
 
 
