@@ -175,6 +175,21 @@ def test_weights_are_hashed_once_for_each_change_time(
     assert found == [True, True, False]
 
 
+@pytest.mark.parametrize("change", [exchange, remove])
+def test_weights_without_a_name_are_not_hashed(
+    change: Callable[[Path, Path], None],
+    folder: Path,
+    compiled: Compiled,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Replacing an artifact by rename costs its engine nothing."""
+    monkeypatch.setattr(base, "is_intact", lambda *_: pytest.fail("hashed"))
+    with Engine(folder) as engine:
+        before = engine.generate(PROMPT, FEW)[0].token_ids
+        change(folder, compiled("qwen3", "onnx"))
+        assert engine.generate(PROMPT, FEW)[0].token_ids == before
+
+
 def test_pages_of_other_weights_reach_no_tier(folder: Path, tmp_path: Path) -> None:
     """A later engine would take them for its own."""
     intact = shutil.copytree(folder, tmp_path / "intact.kvg")

@@ -288,17 +288,19 @@ class MappedFile:
             ) from error
         # At exit another thread may still run a step; the system closes the file then.
         weakref.finalize(self, os.close, self._file).atexit = False
-        self._known = self._state()
+        self._known, _ = self._state()
 
     def require_unchanged(self) -> None:
         """Raise ArtifactError if the file was written to. A new change time alone may come from a
         rename, a link or a chmod, or from a write that kept the other time, as `cp -p` may."""
-        if (state := self._state()) == self._known:
+        state, links = self._state()
+        if state == self._known:
             return
         if state[:2] == self._known[:2] and self._entry is not None:
-            # In a step, by one thread: seconds for some GB, in which other ranks wait.
+            # A file that was removed or replaced by rename has no name to be written to by. Others
+            # are hashed in a step, by one thread: seconds for some GB, in which other ranks wait.
             with reading(self._path, ArtifactError):
-                if is_intact(self._file, self._entry):
+                if not links or is_intact(self._file, self._entry):
                     self._known = state  # of before the hash: a write during it is a new change
                     return
             self._entry = None  # not hashed again, and refused from now on
@@ -307,9 +309,10 @@ class MappedFile:
             "written to; start again, and replace artifacts by rename"
         )
 
-    def _state(self) -> tuple[int, int, int]:
+    def _state(self) -> tuple[tuple[int, int, int], int]:
+        """The file's size and times, and its number of names."""
         stat = os.fstat(self._file)
-        return stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns
+        return (stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns), stat.st_nlink
 
 
 def _require_within(name: str, array: Array, end: int) -> None:
