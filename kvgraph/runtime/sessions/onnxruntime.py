@@ -327,13 +327,13 @@ def register_ops(options: SessionOptions) -> None:
     native.isa()
     path = native.library_path("onnxruntime")
     library = native.opened(path)
-    library.kvg_cpu_set_num_threads(options.intra_op_num_threads)  # that share a layer's weights
     try:
         options.register_custom_ops_library(str(path))
     except Exception as error:  # ONNX Runtime raises many classes
         reraise_if_signalled(error)
         why = last_sentence(error).rpartition("kvgraph: ")[2]
         raise MissingDependencyError(f"onnxruntime: {why}; {next_step(why, UPGRADE)}") from error
+    library.kvg_cpu_set_num_threads(options.intra_op_num_threads)  # that share a layer's weights
 
 
 def import_onnxruntime() -> ModuleType:
