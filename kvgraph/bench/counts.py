@@ -10,11 +10,10 @@ counted for every token, as most engines multiply them. kvgraph multiplies those
 attention for the last token only (`select_rows_early`), so its shares are too high by up to one
 layer's part. kv(context): bytes of the pool for `context` tokens (in a window, at most its length).
 experts(B): bytes of experts by `Mixture.read`; a token computes with its active experts. Lookup
-tables (the embedding, rotary
-tables) are read by rows and not counted; a tied embedding is the head and is counted. Attention's
-flops, activations, the sampler and small tensors in the graph's own file are not counted, so shares
-are too low. A mixture without packed experts counts all of them, so its shares are too high. Packed
-weights count with their padding.
+tables (the embedding, rotary tables) are read by rows and not counted; a tied embedding is the head
+and is counted. Attention's flops, activations, the sampler and small tensors in the graph's own
+file are not counted, so shares are too low. A mixture without packed experts counts all of them, so
+its shares are too high. Packed weights count with their padding.
 """
 
 from __future__ import annotations

@@ -10,6 +10,7 @@ import typer
 
 from kvgraph.cli.console import Stages, print_json, stderr, summary, terminable
 from kvgraph.cli.options import (
+    MODEL_DIR,
     CacheDtypeOption,
     DtypeOption,
     Json,
@@ -35,10 +36,7 @@ def compile(
             "--output", "-o", metavar="<path>", parser=named, help="Artifact folder to make."
         ),
     ],
-    model: Annotated[
-        Path | None,
-        typer.Argument(metavar="MODEL_DIR", parser=named, help="Hugging Face checkpoint."),
-    ] = None,
+    model: Annotated[Path | None, MODEL_DIR] = None,
     from_artifact: Annotated[
         Path | None,
         typer.Option(

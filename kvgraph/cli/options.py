@@ -25,6 +25,7 @@ def named(given: str) -> Path:
     return Path(given)
 
 
+MODEL_DIR = typer.Argument(metavar="MODEL_DIR", parser=named, help="Hugging Face checkpoint.")
 ArtifactFolder = Annotated[
     Path, typer.Argument(metavar="DIR", parser=named, help="Artifact folder.")
 ]

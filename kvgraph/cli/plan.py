@@ -10,12 +10,12 @@ from rich.table import Table
 
 from kvgraph.cli.console import print_json, stderr, stdout
 from kvgraph.cli.options import (
+    MODEL_DIR,
     CacheDtypeOption,
     DtypeOption,
     Json,
     PageSize,
     WeightsOption,
-    named,
 )
 from kvgraph.contract.plain import to_plain
 from kvgraph.contract.sizes import parse_bytes, size_text
@@ -27,9 +27,7 @@ if TYPE_CHECKING:
 
 
 def plan(
-    model: Annotated[
-        Path, typer.Argument(metavar="MODEL_DIR", parser=named, help="Hugging Face checkpoint.")
-    ],
+    model: Annotated[Path, MODEL_DIR],
     memory: Annotated[str, typer.Option(help="Memory of the device, such as 80GiB.")],
     target: Annotated[str, typer.Option(help="cpu, or cuda:sm_90 and the like.")] = "cpu",
     max_seq_len: Annotated[

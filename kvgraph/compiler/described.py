@@ -26,9 +26,10 @@ class Linear:
     """The shape and role of a linear layer.
 
     `is_tied`: its weight is the embedding table's. `is_head`: its outputs are logits.
-    `name`: name of its module, if known. `beside`: name of the layer that kernels of CPUs join it
-    with: an up projection with its gate.
-    `kept`: how a quantised checkpoint stores it, and then the layer beside it.
+    `name`: name of its module, if known.
+    `joined_with`: name of the layer that kernels of CPUs join it with: of a gate its up projection,
+    and of that its gate.
+    `kept`: how a quantised checkpoint stores it, and then that layer.
     """
 
     out_features: int
@@ -37,7 +38,7 @@ class Linear:
     is_tied: bool = False
     is_head: bool = False
     name: str = field(default="", compare=False)
-    beside: str = field(default="", compare=False)
+    joined_with: str = field(default="", compare=False)
     kept: tuple[KeptAs, ...] = field(default=(), compare=False)
 
 
@@ -150,7 +151,7 @@ class ModelSizes:
         return replace(
             self,
             linears=tuple(
-                replace(each, kept=tuple(own[n] for n in (each.name, each.beside) if n in own))
+                replace(each, kept=tuple(own[n] for n in (each.name, each.joined_with) if n in own))
                 for each in self.linears
             ),
             experts=tuple(replace(each, kept=of_experts(each)) for each in self.experts),

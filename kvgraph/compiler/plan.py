@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvgraph.compiler.described import ModelSizes
 from kvgraph.compiler.fitting import Fit, PlanRequest, RankedModel, fit, would_fit
@@ -27,6 +27,9 @@ from kvgraph.contract.loading import require_package
 from kvgraph.contract.manifest_values import MOST
 from kvgraph.errors import ParamsError, UnsupportedError
 from kvgraph.kv.memory import DEFAULT_BATCH_TOKENS
+
+if TYPE_CHECKING:
+    from kvgraph.compiler.frontends import huggingface
 
 ROWS = (1, 64)
 """Rows of the steps for which a plan says how many bytes of weights are read."""
@@ -238,14 +241,20 @@ class _Describer:
         self.progress(f"asking transformers, since {why}")
         from kvgraph.compiler.frontends import measured
 
-        found = measured.describe(self.folder, self.dtype, ranks)
+        found = measured.describe(self._described, self.dtype, ranks)
         return self._as_stored(found, self._tensors)
+
+    @cached_property
+    def _described(self) -> huggingface.Description:
+        from kvgraph.compiler.frontends.huggingface import describe
+
+        return describe(self.folder, self.dtype)
 
     @cached_property
     def _tensors(self) -> Mapping[str, KeptAs]:
         from kvgraph.compiler.frontends import measured
 
-        return measured.kept_tensors(self.folder, self.config, self.dtype)
+        return measured.kept_tensors(self._described, self.folder, self.config)
 
     def _as_stored(self, found: ModelSizes, tensors: Mapping[str, KeptAs]) -> ModelSizes:
         """`found` with the forms of quantised weights, and notes on doubts.

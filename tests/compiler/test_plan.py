@@ -19,13 +19,13 @@ from safetensors import safe_open
 import kvgraph
 from kvgraph import ParamsError, UnsupportedError
 from kvgraph.compiler.described import ModelSizes
-from kvgraph.compiler.frontends import measured, stored
+from kvgraph.compiler.frontends import stored
 from kvgraph.compiler.frontends.folder import read_config
 from kvgraph.compiler.frontends.lengths import ORIGINAL
 from kvgraph.contract.plain import to_plain
 from kvgraph.contract.safetensors import read_layout
 from kvgraph.kv.memory import DEFAULT_BATCH_SIZE
-from tests.support.models import OVERRIDES, make_model
+from tests.support.models import OVERRIDES, make_model, sizes_of
 from tests.support.plans import LLAMA_8B, plan
 
 TINY_LLAMA = Path(__file__).parents[2] / "examples" / "tiny-llama"
@@ -119,7 +119,7 @@ def test_a_checkpoint_is_described_without_torch_as_transformers_builds_it(
     architecture: str, model_folder: Callable[[str], Path]
 ) -> None:
     folder = model_folder(architecture)
-    assert described(folder) == measured.describe(folder, "float32")
+    assert described(folder) == sizes_of(folder)
 
 
 YARN = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 256}
@@ -164,7 +164,7 @@ def test_configurations_as_older_versions_wrote_them(
     if changes.get("sliding_window") == 0:
         config = json.loads((folder / "config.json").read_text()) | {"sliding_window": None}
         (folder / "config.json").write_text(json.dumps(config))
-    assert described(folder) == measured.describe(folder, "float32")
+    assert described(folder) == sizes_of(folder)
 
 
 def test_every_option_of_a_checkpoint_s_shapes(tmp_path: Path) -> None:
@@ -176,7 +176,7 @@ def test_every_option_of_a_checkpoint_s_shapes(tmp_path: Path) -> None:
         )
     ):
         folder = make_model("llama", tmp_path / str(i), **options)
-        assert described(folder) == measured.describe(folder, "float32")
+        assert described(folder) == sizes_of(folder)
         for weights in ("fp32", "int4"):
             made = plan(folder, target="cpu", weights=weights, max_seq_len=None)
             with mock.patch.object(stored, "describe", side_effect=stored.InDoubtError):

@@ -14,7 +14,6 @@ from transformers import AutoConfig
 import kvgraph
 from kvgraph import UnsupportedError
 from kvgraph.compiler.described import Linear, ModelSizes
-from kvgraph.compiler.frontends import measured
 from kvgraph.compiler.frontends.left_plain import left_plain, left_plain_experts
 from kvgraph.compiler.frontends.stored_forms import PLAIN, stored_forms
 from kvgraph.compiler.passes.fuse_rope import fuse_rope
@@ -22,7 +21,7 @@ from kvgraph.compiler.passes.pair_complex import pair_complex
 from kvgraph.contract.safetensors import read_layout
 from kvgraph.ops.packed import E4M3, INT8, MOST_SUMMED, NVFP4, Form
 from tests.support import quantized
-from tests.support.models import COMMON, make_model
+from tests.support.models import COMMON, make_model, sizes_of
 from tests.support.plans import LLAMA_8B, plan
 from tests.support.programs import program_of
 from tools.models import page
@@ -292,7 +291,7 @@ def test_no_table_is_counted_where_none_is_stored(
     out = tmp_path / "out"
     kvgraph.compile(folder, out, target="cuda:sm_90", check=False)
     made = plan(folder, max_seq_len=None)
-    assert measured.describe(folder, "float32").rotary_dims == ()
+    assert sizes_of(folder).rotary_dims == ()
     assert made.weights == pytest.approx(held_bytes(out), rel=0.003)
 
 
@@ -301,7 +300,7 @@ def test_no_table_is_counted_where_none_is_stored(
 def test_tables_are_those_that_a_trace_makes(name: str, tmp_path: Path) -> None:
     """Of every model of transformers that is compiled."""
     make(name, tmp_path / "model")
-    model = measured.describe(tmp_path / "model", "float32")
+    model = sizes_of(tmp_path / "model")
     program, signature = program_of(tmp_path / "model", "float32")
     pair_complex(program)
     fuse_rope(program, signature, model.max_seq_len)
@@ -312,17 +311,17 @@ def test_tables_are_those_that_a_trace_makes(name: str, tmp_path: Path) -> None:
 def test_equal_frequencies_share_a_table(tmp_path: Path) -> None:
     layers = ["full_attention", "sliding_attention"]
     folder = configured(tmp_path, "olmo3", layer_types=layers, sliding_window=24)
-    assert measured.describe(folder, "float32").rotary_dims == (16,)
+    assert sizes_of(folder).rotary_dims == (16,)
 
 
 def test_a_layer_as_tall_as_the_vocabulary_is_no_head(tmp_path: Path) -> None:
     folder = make_model("llama", tmp_path / "model", intermediate_size=160)
-    found = measured.describe(folder, "float32")
+    found = sizes_of(folder)
     assert sum(each.is_head for each in found.linears) == 1
     assert found.widest == 160
     shutil.rmtree(folder)
     folder = make_model("llama", folder, intermediate_size=160, vocab_size=320)
-    found = measured.describe(folder, "float32", 2)  # of a rank: 160 rows of the head
+    found = sizes_of(folder, 2)  # of a rank: 160 rows of the head
     assert sum(each.is_head for each in found.linears) == 1
 
 

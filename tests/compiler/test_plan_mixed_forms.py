@@ -48,8 +48,8 @@ def test_the_form_of_layers_that_become_one(
 
 def sizes(tensors: Mapping[str, KeptAs]) -> ModelSizes:
     layers = (
-        Linear(128, 64, has_bias=False, name=GATE, beside=UP),
-        Linear(128, 64, has_bias=False, name=UP, beside=GATE),
+        Linear(128, 64, has_bias=False, name=GATE, joined_with=UP),
+        Linear(128, 64, has_bias=False, name=UP, joined_with=GATE),
         Linear(64, 128, has_bias=False, name=DOWN),
     )
     mixture = Experts(4, 2, 64, 32, has_bias=False, name="model.layers.0.mlp.experts")

@@ -11,12 +11,12 @@ from torch.export import ExportedProgram
 from torch.fx import Node
 
 from kvgraph.compiler.described import ModelSizes
-from kvgraph.compiler.frontends import measured
 from kvgraph.compiler.passes.pack_experts import pack_experts
 from kvgraph.compiler.reserve import EXPERTS_BYTES, reserve_of
 from kvgraph.compiler.step_memory import STEP, sizes
 from kvgraph.contract.dims import NUM_LOGITS, TOTAL_SEQ_LEN
 from kvgraph.contract.signature import GraphSignature
+from tests.support.models import sizes_of
 from tests.support.programs import packed_by, program_of
 
 VIEWS = {"alias", "expand", "permute", "reshape", "select", "slice", "squeeze", "transpose"} | {
@@ -69,14 +69,14 @@ DENSE = ("llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3_text", "phi3", 
 def test_the_reserve_holds_what_is_alive(name: str, model_folder: Callable[[str], Path]) -> None:
     """Before passes fuse anything; and it is not many times that."""
     alive = peak(*program_of(model_folder(name), "float32"))
-    most = reserved(measured.describe(model_folder(name), "float32"))
+    most = reserved(sizes_of(model_folder(name)))
     assert alive <= most <= 3 * alive
 
 
 def test_experts_have_a_scratch_of_their_own(model_folder: Callable[[str], Path]) -> None:
     program, signature = program_of(model_folder("gpt_oss"), "float32")
     packed_by(pack_experts, program, 8)
-    model = measured.describe(model_folder("gpt_oss"), "float32")
+    model = sizes_of(model_folder("gpt_oss"))
     assert peak(program, signature) <= reserved(model)
     assert reserved(model, on_cpu=True) == reserved(model) + EXPERTS_BYTES
 
@@ -84,7 +84,7 @@ def test_experts_have_a_scratch_of_their_own(model_folder: Callable[[str], Path]
 def test_ranks_hold_their_part_of_the_logits_and_the_whole(
     model_folder: Callable[[str], Path],
 ) -> None:
-    model = measured.describe(model_folder("llama"), "float32", 2)
+    model = sizes_of(model_folder("llama"), 2)
     made = reserve_of(model, "float32", tokens=10, rows=3, ranks=2, on_cpu=True)
     assert (made.logits_per_row, made.values_per_token) == (160 + 80, 2 * 64 + 4 * 64)
     assert made.nbytes == 4 * (10 * made.values_per_token + 3 * made.logits_per_row)

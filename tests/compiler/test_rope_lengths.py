@@ -16,9 +16,9 @@ import transformers
 
 import kvgraph
 from kvgraph import ModelError, ParamsError
-from kvgraph.compiler.frontends import huggingface, measured
+from kvgraph.compiler.frontends import huggingface
 from kvgraph.compiler.frontends.lengths import with_current_name
-from tests.support.models import greedy_tokens, make_model
+from tests.support.models import greedy_tokens, make_model, sizes_of
 
 BASE, OWN, ORIGINAL, FACTOR = 10000.0, 128, 32, 4.0
 SHORT, LONG = [1.0 + 0.1 * i for i in range(8)], [2.0 + 0.5 * i for i in range(8)]
@@ -126,7 +126,7 @@ def test_former_names_of_longrope(
         scale = getattr(rotary, "attention_scaling", None)
         buffers = {at: each.tolist() for at, each in rotary.named_buffers()}
         found.append((model.max_seq_len, model.notes, scale, buffers))
-        assert measured.describe(folder, "float32").max_seq_len == OWN
+        assert sizes_of(folder).max_seq_len == OWN
     assert found[0] == found[1]
     factors = torch.tensor(LONG if length is None else SHORT)
     plain = torch.tensor(BASE) ** -(torch.arange(0, 16, 2) / 16)
@@ -220,4 +220,4 @@ def test_a_plan_counts_their_table(tmp_path: Path) -> None:
     folder = make_model(
         "llama", tmp_path / "m", max_position_embeddings=OWN, head_dim=16, rope_parameters=LONGROPE
     )
-    assert measured.describe(folder, "float32").rotary_dims == (16,)
+    assert sizes_of(folder).rotary_dims == (16,)

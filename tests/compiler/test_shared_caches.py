@@ -10,8 +10,7 @@ import torch
 import transformers
 
 import kvgraph
-from kvgraph.compiler.frontends import measured
-from tests.support.models import greedy_tokens, make_model
+from tests.support.models import greedy_tokens, make_model, sizes_of
 
 TYPES = ["sliding_attention", "full_attention"] * 2
 SHARED: dict[str, Any] = {
@@ -53,7 +52,7 @@ def test_tokens_are_those_of_transformers(architecture: str, tmp_path: Path) -> 
 
 def test_the_cache_of_a_plan_has_the_layers_that_store(tmp_path: Path) -> None:
     folder = make_model("gemma4_text", tmp_path / "model", **MODELS["gemma4_text"])
-    assert [need.reads for need in measured.describe(folder, "float32").layers] == [
+    assert [need.reads for need in sizes_of(folder).layers] == [
         None,
         None,
         0,

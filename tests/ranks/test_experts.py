@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import kvgraph
-from kvgraph.compiler.frontends import huggingface, measured
+from kvgraph.compiler.frontends import huggingface
 from kvgraph.compiler.frontends.rank_plan import plan_of
 from kvgraph.compiler.frontends.ranks import cut
 from kvgraph.compiler.plan import plan_deployment
@@ -19,7 +19,7 @@ from kvgraph.contract.manifest import read_manifest
 from kvgraph.contract.safetensors import read_layout
 from kvgraph.errors import UnsupportedError
 from tests.support.artifacts import CHECKED
-from tests.support.models import greedy_tokens, make_model
+from tests.support.models import greedy_tokens, make_model, sizes_of
 
 EXPERTS = "model.model.layers.0.mlp.experts"
 ATTENTION = "model.model.layers.0.self_attn"
@@ -115,7 +115,7 @@ def test_a_plan_counts_a_rank_s_experts(
     stored = read_layout(compiled("gpt_oss", tp=2) / "weights.safetensors")
     assert made.weights == pytest.approx(sum(at.nbytes for at in stored.values()), rel=0.02)
     assert made.warnings == []
-    (first, *_) = measured.describe(model_folder("gpt_oss"), "float32", 2).experts
+    (first, *_) = sizes_of(model_folder("gpt_oss"), 2).experts
     assert (first.count, first.held, first.active) == (4, 2, 2)
 
 

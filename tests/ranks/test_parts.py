@@ -10,13 +10,13 @@ import torch
 from torch import nn
 
 import kvgraph
-from kvgraph.compiler.frontends import huggingface, measured, rank_plan
+from kvgraph.compiler.frontends import huggingface, rank_plan
 from kvgraph.compiler.frontends.decoder import Decoder
 from kvgraph.compiler.frontends.rank_parts import ALL_HEADS, EACH_HEAD, PACKED_HEADS, attention_rows
 from kvgraph.compiler.frontends.ranks import cut
 from kvgraph.errors import UnsupportedError
 from tests.support.artifacts import CHECKED
-from tests.support.models import EXPERTS, LATENT, make_model
+from tests.support.models import EXPERTS, LATENT, make_model, sizes_of
 from tools.models.judge import make
 
 ATTENTION = "model.model.layers.0.self_attn"
@@ -276,6 +276,6 @@ def test_experts_of_llama_4_are_packed_on_each_rank(tmp_path: Path) -> None:
     manifest = kvgraph.compile(tmp_path / "m", tmp_path / "out", tp=2, page_size=16, weights="int8")
     assert manifest.ops["kvgraph.experts"] == 4
     assert manifest.ops["kvgraph.all_reduce"] == 9  # one for attention, one for a mixture
-    mixtures = measured.describe(tmp_path / "m", "float32", 2).experts  # as a plan counts them
+    mixtures = sizes_of(tmp_path / "m", 2).experts
     assert [(each.count, each.held, each.active) for each in mixtures] == [(4, 4, 1)] * 4
     assert manifest.mixtures[0].parameters == sum(each.elements for each in mixtures)

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from kvgraph.compiler.described import ModelSizes
 
 COMMON: dict[str, Any] = {
     "vocab_size": 160,
@@ -109,3 +112,10 @@ def greedy_tokens(model: Any, prompt: list[int], count: int) -> list[int]:
     )
     tokens: list[int] = done[0, len(prompt) :].tolist()
     return tokens
+
+
+def sizes_of(folder: Path, ranks: int = 1) -> ModelSizes:
+    """What a plan counts of a checkpoint, in float32, as transformers makes its model."""
+    from kvgraph.compiler.frontends import huggingface, measured
+
+    return measured.describe(huggingface.describe(folder, "float32"), "float32", ranks)

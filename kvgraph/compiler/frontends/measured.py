@@ -40,13 +40,11 @@ ROTATED_FURTHER = ("llama_4_scaling_beta", "mrope_section")
 positions of several axes."""
 
 
-def describe(folder: Path, dtype: str, ranks: int = 1) -> ModelSizes:
-    """Describe a checkpoint from config.json alone; no weight is read.
+def describe(model: huggingface.Description, dtype: str, ranks: int = 1) -> ModelSizes:
+    """The sizes of a model, which does not change; no weight is read.
 
-    `ranks`: if above 1, sizes of weights are those of rank 0.
-    It raises what `huggingface.describe` and `cut` raise.
+    `ranks`: if above 1, sizes of weights are those of rank 0. It raises what `cut` raises.
     """
-    model = huggingface.describe(folder, dtype)
     module = _of_rank(model, dtype, ranks) if ranks > 1 else model.module
     modules = dict(module.named_modules())
     layers = {name: each for name, each in modules.items() if isinstance(each, nn.Linear | Conv1D)}
@@ -55,11 +53,11 @@ def describe(folder: Path, dtype: str, ranks: int = 1) -> ModelSizes:
     mixtures = {name: each for name, each in modules.items() if _has_kernel(each, active)}
     rows, hidden = _table(model.module).weight.shape
     head = module.get_output_embeddings()  # type: ignore[operator]
-    beside = _beside(modules)
+    joined = _joined(modules)
     made = sorted(
         replace(
             _linear(name, layer, is_tied=layer.weight in tables, is_head=layer is head),
-            beside=beside.get(name, ""),
+            joined_with=joined.get(name, ""),
         )
         for name, layer in layers.items()
     )
@@ -83,17 +81,16 @@ def describe(folder: Path, dtype: str, ranks: int = 1) -> ModelSizes:
     )
 
 
-def kept_tensors(folder: Path, config: Config, dtype: str) -> dict[str, KeptAs]:
-    """How a quantised checkpoint stores the matrices of each parameter, by the model's names.
+def kept_tensors(model: huggingface.Description, folder: Path, config: Config) -> dict[str, KeptAs]:
+    """How a quantised checkpoint stores the matrices of each parameter, by the names of `model`.
 
     Empty if its files are not at hand, or it is plain. Of numbers only zero points and orders of
-    inputs are read. It raises what `describe` and `sources` raise.
+    inputs are read. It raises what `sources` raises.
     """
     given, paths = quantization(config), shard_paths(folder)
     at_hand = bool(paths) and all(path.is_file() for path in paths)
     if given is None or not (at_hand or given["quant_method"] == "gguf"):
         return {}
-    model = huggingface.describe(folder, dtype)
     larger = "" if model.architecture == config["model_type"] else str(config["model_type"])
     with indexed(folder), quiet_loggers(*huggingface.REPORTING):
         found = sources(model.module, folder, config, larger)
@@ -156,7 +153,7 @@ def _linear(name: str, layer: nn.Linear | Conv1D, *, is_tied: bool, is_head: boo
     return Linear(rows, columns, layer.bias is not None, is_tied, is_head, name=name)
 
 
-def _beside(modules: Mapping[str, nn.Module]) -> dict[str, str]:
+def _joined(modules: Mapping[str, nn.Module]) -> dict[str, str]:
     """Name of a layer -> the one that kernels of CPUs join it with: of a gate and an up projection
     of the same outputs, if the gate is silu's."""
     found: dict[str, str] = {}
