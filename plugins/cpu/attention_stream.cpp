@@ -12,10 +12,8 @@ namespace kvg {
 namespace {
 
 const StreamKernels* kernels_of(const Attention& job, const Tile& tile) {
-  const Pool& pool = job.pool;
-  const int64_t rows = (tile.end - tile.begin) * (job.heads / pool.kv_heads);
-  const bool fits = rows <= kFewRows && fits_integers(pool);
-  return fits ? kernels().streams[pool.dtype] : nullptr;
+  const int64_t rows = (tile.end - tile.begin) * (job.heads / job.pool.kv_heads);
+  return rows <= kFewRows && has_streams(job.pool) ? kernels().streams[job.pool.dtype] : nullptr;
 }
 
 class StreamTask : AttentionTask {
@@ -81,13 +79,15 @@ class StreamTask : AttentionTask {
 
   void load_factors(const KeyTile& tile, const KeyTile& next) {
     if (!job_.pool.scales) return;
-    for (int kind : {0, 1})
-      for (int64_t j = 0; j < kKeys; ++j) {
-        if (j < next.keys) __builtin_prefetch(next.scales[kind][j] + first_head_);
-        const float* from = tile.scales[kind][j] + first_head_;
-        float* to = factors_of(kind, first_head_) + j;
-        for (int64_t head = 0; head < heads(); ++head) to[2 * kKeys * head] = from[head];
+    const int64_t per_line = std::max<int64_t>(1, kLine / 4 / job_.pool.kv_heads);  // keys
+    for (int kind : {0, 1}) {
+      for (int64_t j = 0; j < next.keys; j += per_line)
+        __builtin_prefetch(next.scales[kind][j] + first_head_);
+      for (int64_t head = first_head_; head < last_head_; ++head) {
+        float* to = factors_of(kind, head);
+        for (int64_t j = 0; j < kKeys; ++j) to[j] = tile.scales[kind][j][head];
       }
+    }
   }
 
   const StreamKernels& streams_;
@@ -97,6 +97,10 @@ class StreamTask : AttentionTask {
 };
 
 }  // namespace
+
+bool has_streams(const Pool& pool) {
+  return fits_integers(pool) && kernels().streams[pool.dtype];
+}
 
 bool attend_stream(const Attention& job, Partial& partial, const Tile& tile, int64_t first_head,
                    int64_t last_head) {

@@ -5,8 +5,11 @@
 
 namespace kvg {
 
-// Does what attend_tile does, and returns true. Returns false, without any effect, if this
-// processor has no kernels for such rows and pool.
+// Whether few query rows over such a pool have kernels on this processor.
+bool has_streams(const Pool& pool);
+
+// Does what attend_tile does, and returns true. Returns false, without any effect, if there
+// are no kernels for these rows and this pool.
 bool attend_stream(const Attention& job, Partial& partial, const Tile& tile, int64_t first_head,
                    int64_t last_head);
 

@@ -56,15 +56,6 @@ void AttentionTask::end_segment() {
   has_joined_ = true;
 }
 
-// The keys of this part, among those that any query of the tile sees.
-Keys AttentionTask::part_keys() const {
-  const int64_t first = keys_of(job_, tile_.row, position(tile_.begin)).first;
-  const int64_t last = keys_of(job_, tile_.row, position(tile_.end - 1)).last;
-  if (tile_.parts == 1) return {first, last};
-  const int64_t begin = (first / tile_.segment + tile_.part) * tile_.segment;
-  return {std::max(first, begin), std::min(last, begin + tile_.segment)};
-}
-
 void AttentionTask::find(int64_t first, int64_t end, KeyTile& tile) const {
   const Pool& pool = job_.pool;
   tile.first = first;

@@ -68,7 +68,7 @@ class AttentionTask {
   // The first tile. Tiles begin at multiples of kKeys, whatever the first key is, because weights
   // for int8 are rounded relative to the largest one of a tile.
   KeyTile first_tile() const {
-    const Keys keys = part_keys();
+    const Keys keys = keys_of_part(job_, tile_);
     KeyTile tile;
     find(keys.first - keys.first % kKeys, keys.last, tile);
     const int64_t missing = keys.first % kKeys;
@@ -83,7 +83,7 @@ class AttentionTask {
   // Calls body(tile, next) for every tile of this part's keys, from `first` on.
   template <class Body>
   void each_tile(const KeyTile& first, Body&& body) {
-    const Keys keys = part_keys();
+    const Keys keys = keys_of_part(job_, tile_);
     KeyTile tiles[2] = {first, {}};
     for (int at = 0; tiles[at].keys > 0; at = 1 - at) {
       const int64_t next = tiles[at].first + tiles[at].keys;
@@ -148,7 +148,6 @@ class AttentionTask {
   int64_t element(int64_t token, int64_t head, int64_t width) const {
     return ((job_.rows.begin(tile_.row) + token) * job_.heads + head) * width;
   }
-  Keys part_keys() const;
   void begin_segment();
   void end_segment();
   void find(int64_t first, int64_t end, KeyTile& tile) const;

@@ -28,6 +28,16 @@ inline Keys keys_of(const Attention& job, int64_t row, int64_t position) {
   return {first, job.causal ? position + 1 : job.rows.length(row)};
 }
 
+// The keys of the tile's part, among those that any query of the tile sees.
+inline Keys keys_of_part(const Attention& job, const Tile& tile) {
+  const int64_t cached = job.rows.cached[tile.row];
+  const int64_t first = keys_of(job, tile.row, cached + tile.begin).first;
+  const int64_t last = keys_of(job, tile.row, cached + tile.end - 1).last;
+  if (tile.parts == 1) return {first, last};
+  const int64_t begin = (first / tile.segment + tile.part) * tile.segment;
+  return {std::max(first, begin), std::min(last, begin + tile.segment)};
+}
+
 // Results of the tasks of split contexts, for the merge: softmax state and output per query row.
 struct Partial {
   std::vector<float> floats;
