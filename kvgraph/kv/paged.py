@@ -155,6 +155,7 @@ class PagedKVCacheManager(PagedQueries, NotCopyable):
                 plan = planner.plan([(data, row)], extra)
             else:
                 plan = tiers.planned(lambda: planner.plan([(data, row)], extra, tiers.loadable))
+            planner.widen(plan)
             loads = replica.apply(plan)
             if tiers is not None:
                 tiers.start(replica_idx, loads)
@@ -168,6 +169,8 @@ class PagedKVCacheManager(PagedQueries, NotCopyable):
             plans = _plans(resolved, extra)
         else:
             plans = tiers.planned(lambda: _plans(resolved, extra, tiers.loadable))
+        for replica, plan in plans:  # of all replicas, before anything changes
+            replica.planner.widen(plan)
         for replica, plan in plans:
             loads = replica.apply(plan)
             if tiers is not None:

@@ -283,7 +283,7 @@ def per_replica(batches: Batches | Sequence[TextContext], num_replicas: int, cal
 
 
 def _require_list(given: object, call: str) -> None:
-    if not isinstance(given, Sequence):
+    if type(given) is not list and not isinstance(given, Sequence):  # a list is the quick case
         raise RequestError(
             f"{call}: expected a list of TextContexts for each replica, got {shown(given)}"
         )

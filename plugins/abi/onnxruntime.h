@@ -10,7 +10,9 @@
 namespace ort {
 
 // The version of the interface that is requested, not the oldest runtime: see kOldestMinor.
-constexpr uint32_t kApiVersion = 21;
+constexpr uint32_t kApiVersion = 24;
+// The version of the callbacks of a custom op, below.
+constexpr uint32_t kCustomOpVersion = 21;
 // The oldest runtime of major version 1 that runs artifacts: those before it do not know their
 // opset, or crash at an operand left out before the last.
 constexpr int kOldestMinor = 28;
@@ -78,7 +80,6 @@ using TensorElementType = Function<60, Status*(const TensorInfo*, ElementType*)>
 using DimensionsCount = Function<61, Status*(const TensorInfo*, size_t*)>;
 using Dimensions = Function<62, Status*(const TensorInfo*, int64_t*, size_t)>;
 using SymbolicDimensions = Function<63, Status*(const TensorInfo*, const char**, size_t)>;
-using TensorTypeAndShape = Function<65, Status*(const Value*, TensorInfo**)>;
 using DefaultAllocator = Function<78, Status*(Allocator**)>;  // for host memory; not released
 using AttributeFloat = Function<85, Status*(const KernelInfo*, const char*, float*)>;
 using AttributeInt = Function<86, Status*(const KernelInfo*, const char*, int64_t*)>;
@@ -106,13 +107,15 @@ using ParallelFor = Function<274, Status*(const KernelContext*, void (*)(void*, 
 // Memory that is ordered with the context's stream; the caller frees it with its allocator.
 using ScratchBuffer = Function<277, Status*(const KernelContext*, const MemoryInfo*, size_t, void**)>;
 using KernelAllocator = Function<278, Status*(const KernelInfo*, MemoryType, Allocator**)>;
+// The value owns the extents; null if there are none.
+using TensorTypeAndShape = Function<414, Status*(const Value*, ElementType*, const int64_t**, size_t*)>;
 
 struct ApiBase {
   const Api* (*GetApi)(uint32_t version);
   const char* (*GetVersionString)();
 };
 
-// The callbacks of a custom op in version 21.
+// The callbacks of a custom op.
 struct CustomOp {
   uint32_t version;
   void* (*CreateKernel)(const CustomOp*, const Api*, const KernelInfo*);

@@ -24,7 +24,21 @@ namespace kvg::KVG_ISA {
 
 constexpr int kVectors = kColumns / kLanes;  // vectors of a panel's columns
 constexpr int64_t kAhead = 40;             // lines between the one read and the one prefetched
+// Where prefetches go: the second-level cache can wait for more lines than the first level, which x
+// fills.
+constexpr int kSecondLevel = 2;
 constexpr int32_t kOffset = KVG_NATIVE_DOT ? 128 : 0;
+
+// Whether a tile of 4-bit numbers waits for memory, not for its products. Then a line must be asked
+// for earlier than one of 8 or 16 bits, which is multiplied faster.
+constexpr bool waits_for_lines(int rows) { return KVG_NATIVE_DOT && rows <= 4; }
+
+// Prefetches a line behind `line`: `far` lines if Far, else kAhead, to the first-level cache.
+template <bool Far>
+[[gnu::always_inline]] inline void prefetch(const char* line, int64_t far) {
+  Far ? __builtin_prefetch(line + far * kLineBytes, 0, kSecondLevel)
+      : __builtin_prefetch(line + kAhead * kLineBytes);
+}
 
 template <class T>
 T read(const char* from) {
@@ -182,9 +196,6 @@ class RowsAt {
 template <class Kind, int Rows, int Panels>
 void tile(const char* first, int64_t stride, const char* w, int64_t panel_bytes, int64_t lines,
           Fetch fetch, typename Kind::Sum* out, int width) {
-  // Prefetches go to the second-level cache: it can wait for more lines than the first level, which
-  // x fills.
-  constexpr int kCache = 2;
   RowsAt<Rows> x(first, stride);
   typename Kind::Sum sums[Rows][Panels * kVectors] = {};
   int64_t i = 0;
@@ -192,7 +203,7 @@ void tile(const char* first, int64_t stride, const char* w, int64_t panel_bytes,
     for (; i < end; ++i, x += Kind::kStep, w += kLineBytes, fetch.at += fetch.step) {
       typename Kind::Line line[Panels * kVectors];
       KVG_UNROLL
-      for (int p = 0; p < Panels; ++p) __builtin_prefetch(fetch.at + p * panel_bytes, 0, kCache);
+      for (int p = 0; p < Panels; ++p) __builtin_prefetch(fetch.at + p * panel_bytes, 0, kSecondLevel);
       KVG_UNROLL
       for (int p = 0; p < Panels * kVectors; ++p)
         line[p] =

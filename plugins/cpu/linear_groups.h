@@ -213,6 +213,8 @@ void add_group(const Linear& job, int64_t panel, int64_t g, const char* of_group
   for (int v = 0; v < Panels * kVectors; ++v) {
     const int64_t at = ((panel + v / kVectors) * job.group_count() + g) * kColumns +
                        v % kVectors * kLanes;
+    if constexpr (Codes == kIntegers && waits_for_lines(Rows))  // a line for each group
+      __builtin_prefetch(job.scales + at + 16 * kColumns, 0, kSecondLevel);
     const Vector scale = group_scale<Codes>(job, at);
     KVG_UNROLL
     for (int m = 0; m < Rows; ++m) {
@@ -245,6 +247,7 @@ void tile_of_groups(const Linear& job, int64_t panel, const char* first, const c
                     Vector* out, int width) {
   constexpr int kEach = Panels * kVectors;
   constexpr int kLineInputs = line_inputs(Codes), kParts = kLineInputs / kPartInputs;
+  constexpr bool kFar = code_bits(Codes) == 4 && waits_for_lines(Rows);
   const Numbers<Codes> numbers;
   const int64_t bytes = job.panel_bytes(), lines = job.line_count();
   const int64_t groups = job.group_count(), per_group = job.group / kLineInputs;
@@ -256,7 +259,8 @@ void tile_of_groups(const Linear& job, int64_t panel, const char* first, const c
     const char* end = w + std::min(per_group, lines - g * per_group) * kLineBytes;
     for (; w < end; w += kLineBytes, x += kLineInputs * kInputBytes) {
       KVG_UNROLL
-      for (int p = 0; p < Panels; ++p) __builtin_prefetch(w + p * bytes + kAhead * kLineBytes);
+      for (int p = 0; p < Panels; ++p)
+        prefetch<kFar>(w + p * bytes, 64);
       KVG_UNROLL
       for (int i = 0; i < kParts; ++i) {
         KVG_UNROLL

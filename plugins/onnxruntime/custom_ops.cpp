@@ -58,7 +58,7 @@ Variant make_variant(int index, int32_t activation, int32_t pool, void (*use)(Va
   v.op = KVG_CPU_OPS[index];
   v.entry = kEntries[index];
   v.dtypes[1] = activation, v.dtypes[2] = pool;
-  v.version = ort::kApiVersion;
+  v.version = ort::kCustomOpVersion;
   v.GetName = [](const ort::CustomOp* op) { return variant(op).op->name; };
   v.GetInputTypeCount = [](const ort::CustomOp* op) {
     return static_cast<size_t>(variant(op).op->num_inputs);

@@ -1,5 +1,6 @@
 #include "onnxruntime/kernel.h"
 
+#include <algorithm>
 #include <cstring>
 
 namespace kvg::onnxruntime {
@@ -60,16 +61,11 @@ ort::Status* Kernel::read_operands(ort::KernelContext* context, kvg_tensor* oper
 
 ort::Status* Kernel::read(const ort::Value* value, kvg_tensor& tensor,
                           ort::ElementType* found) const {
-  ort::TensorInfo* info = nullptr;
-  KVG_TRY(ort::TensorTypeAndShape::call(api, value, &info));
+  const int64_t* shape = nullptr;
   size_t rank = 0;
   ort::ElementType type = ort::kUndefined;
-  ort::Status* status = ort::DimensionsCount::call(api, info, &rank);
-  if (!status) status = ort::TensorElementType::call(api, info, &type);
-  if (!status && rank <= KVG_MAX_RANK)
-    status = ort::Dimensions::call(api, info, tensor.shape, rank);
-  ort::ReleaseTensorInfo::call(api, info);
-  if (status) return status;
+  KVG_TRY(ort::TensorTypeAndShape::call(api, value, &type, &shape, &rank));
+  if (rank <= KVG_MAX_RANK) std::copy_n(shape, rank, tensor.shape);
   tensor.rank = static_cast<int32_t>(rank);
   tensor.dtype = dtype_of(type);
   if (found) *found = type;

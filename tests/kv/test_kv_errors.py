@@ -103,6 +103,18 @@ def test_a_batch_is_allocated_as_a_whole(manager: PagedKVCacheManager) -> None:
     fails(manager, lambda: manager.alloc_batch(batches), InsufficientPagesError, text)
 
 
+def test_tables_are_widened_once_all_replicas_have_pages() -> None:
+    """A table has 16 columns at first: the first request widens it, and the second fails."""
+    manager = make_manager(pages=20, rows=1, dp=2)
+    batches = [[TextContext("a", range(17 * 4))], [TextContext("b", range(21 * 4))]]
+    manager.claim("a", 0)
+    manager.claim("b", 1)
+    fails(manager, lambda: manager.alloc_batch(batches), InsufficientPagesError, "needs 21")
+    batches[1][0].active_length = 4
+    manager.alloc_batch(batches)
+    assert [leaf.table.shape[1] for leaf in manager._replicas[0].leaves] == [20]
+
+
 def test_larger_than_the_whole_pool(manager: PagedKVCacheManager) -> None:
     ctx = TextContext("a", range(25))
     manager.claim("a")

@@ -23,7 +23,6 @@ struct Value {
   std::vector<int64_t> dims;
   void* data;
 };
-struct TensorInfo : Value {};
 struct KernelInfo {
   std::map<std::string, std::string> tensors;
   std::map<std::string, double> numbers;
@@ -61,7 +60,7 @@ using namespace ort;
 
 std::string g_log;  // of scratch memory, allocators and outputs
 CustomOpDomain g_domain;
-int g_statuses = 0, g_infos = 0, g_values = 0;  // alive
+int g_statuses = 0, g_values = 0;  // alive
 bool g_no_scratch = false;
 const MemoryInfo kMemory{0};
 Allocator g_host{21, nullptr, nullptr, nullptr};
@@ -86,13 +85,9 @@ Status* add_op(CustomOpDomain* domain, const CustomOp* op) {
   domain->ops.push_back(op);
   return nullptr;
 }
-Status* describe(const Value* value, TensorInfo** out) {
-  ++g_infos;
-  *out = new TensorInfo{*value};
-  return nullptr;
-}
-Status* dimensions(const TensorInfo* info, int64_t* out, size_t count) {
-  for (size_t i = 0; i < count; ++i) out[i] = info->dims[i];
+Status* describe(const Value* value, ElementType* type, const int64_t** dims, size_t* rank) {
+  *type = static_cast<ElementType>(value->type);
+  *dims = value->dims.data(), *rank = value->dims.size();
   return nullptr;
 }
 template <class Number>
@@ -140,7 +135,7 @@ Status* scratch(const KernelContext*, const MemoryInfo* memory, size_t bytes, vo
 }
 
 struct Table {
-  void* slots[320];
+  void* slots[415];
 
   Table() {
     for (void*& slot : slots) slot = reinterpret_cast<void*>(missing);
@@ -153,16 +148,6 @@ struct Table {
       *out = value->data;
       return nullptr;
     });
-    slots[60] = reinterpret_cast<void*>(+[](const TensorInfo* info, int32_t* out) -> Status* {
-      *out = info->type;
-      return nullptr;
-    });
-    slots[61] = reinterpret_cast<void*>(+[](const TensorInfo* info, size_t* out) -> Status* {
-      *out = info->dims.size();
-      return nullptr;
-    });
-    slots[62] = reinterpret_cast<void*>(dimensions);
-    slots[65] = reinterpret_cast<void*>(describe);
     slots[78] = reinterpret_cast<void*>(+[](Allocator** out) -> Status* {
       *out = &g_host;
       return nullptr;
@@ -190,10 +175,6 @@ struct Table {
       --g_values;
       delete value;
     });
-    slots[99] = reinterpret_cast<void*>(+[](TensorInfo* info) {
-      --g_infos;
-      delete info;
-    });
     slots[132] = reinterpret_cast<void*>(+[](Allocator*) { g_log += "release\n"; });
     slots[193] = reinterpret_cast<void*>(+[](const KernelContext* context, void** out) -> Status* {
       *out = context->stream;
@@ -207,10 +188,11 @@ struct Table {
         });
     slots[277] = reinterpret_cast<void*>(scratch);
     slots[278] = reinterpret_cast<void*>(allocator);
+    slots[414] = reinterpret_cast<void*>(describe);
   }
 };
 const Table g_table;
-uint32_t g_newest = 21;
+uint32_t g_newest = 24;
 std::string g_version;
 
 const ApiBase kBase{[](uint32_t version) {
@@ -239,7 +221,7 @@ extern "C" {
 
 const char* o_said() { return g_said.c_str(); }
 const char* o_log() { return g_log.c_str(); }
-int32_t o_alive() { return g_statuses + g_infos + g_values; }
+int32_t o_alive() { return g_statuses + g_values; }
 void o_no_scratch(bool gone) { g_no_scratch = gone; }
 void o_bytes(int32_t type) { g_bytes = type; }
 // Kernels and registrations get no memory in pieces of so many bytes or more.

@@ -52,7 +52,7 @@ def log() -> list[str]:
     return str(dll.o_log().decode()).splitlines()
 
 
-def register(newest: int = 21, version: str = "1.28.0") -> str:
+def register(newest: int = 24, version: str = "1.28.0") -> str:
     dll.o_register(ctypes.c_uint32(newest), version.encode())
     return said()
 

@@ -62,7 +62,7 @@ def test_arrays_of_aliases_are_made_only_where_there_are_some(drive: Drive) -> N
 @pytest.mark.parametrize(
     ("newest", "version", "is_refused"),
     [(20, "1.20.9", True), (21, "1.21.0", True), (27, "1.27.1", True), (28, "1.28.0", False),
-     (100, "1.100.2", False), (21, "2.0.0", False), (20, "1.28.0", True)],
+     (100, "1.100.2", False), (24, "2.0.0", False), (23, "1.28.0", True)],
 )  # fmt: skip
 def test_an_older_runtime_is_refused(
     drive: Drive, newest: int, version: str, is_refused: bool

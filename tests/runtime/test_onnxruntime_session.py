@@ -82,18 +82,21 @@ def test_logits_outlive_the_next_step_and_are_then_reused(session: Any) -> None:
     assert np.shares_memory(first, rows.step())
 
 
-def test_a_decode_step_binds_nothing_but_its_logits(session: Any) -> None:
+def test_a_decode_step_binds_nothing(session: Any) -> None:
     rows = Rows(session, [5, 3], 7)
-    names = [symbol.name for symbol in session.signature.inputs]
-    counting = CountingBinding(session._binding)
-    for holder in (*session._inputs, session._logits):
-        holder._binding = counting
-    rows.step()
-    assert set(counting.bound) == {*names, "logits", "kv_blocks_out"}
-    rows.step()
-    counting.bound.clear()
-    rows.step()
-    assert counting.bound == ["logits"]
+    names = {symbol.name for symbol in session.signature.inputs}
+    counting = [CountingBinding(each.binding) for each in session._bindings]
+    rebind(session, counting)
+    for _ in range(2):
+        rows.step()
+    assert all(set(each.bound) == {*names, "logits", "kv_blocks_out"} for each in counting)
+    for _ in range(2):
+        rows.step()
+    for each in counting:
+        each.bound.clear()
+    for _ in range(4):
+        rows.step()
+    assert [each.bound for each in counting] == [[], []]
 
 
 def test_pools_and_shapes_that_change_between_steps(compiled: Compiled) -> None:
@@ -247,30 +250,32 @@ def test_a_path_that_is_not_utf_8_is_refused(compiled: Compiled, tmp_path: Path)
         kvgraph.load(linked).session()
 
 
-def rebind(session: Any, binding: Any) -> None:
-    for holder in (*session._inputs, session._logits):
-        holder._binding = binding
+def rebind(session: Any, bindings: list[Any]) -> None:
+    for bound, binding in zip(session._bindings, bindings, strict=True):
+        for holder in (*bound.inputs, bound.logits):
+            holder._binding = binding
 
 
 @pytest.mark.parametrize("before", [True, False])
 def test_what_was_not_bound_to_its_end_is_bound_again(session: Any, before: bool) -> None:
     """A step of other sizes and another pool is interrupted at each binding; then both run on."""
     first, second = Rows(session, [5, 3], 7), Rows(session, [9, 1, 4], 30)
-    binding = session._binding
+    bindings = [bound.binding for bound in session._bindings]
     alone = [Rows(session, [5, 3], 7), Rows(session, [9, 1, 4], 30)]
     wanted = [[rows.step().copy() for _ in range(12)] for rows in alone]
     broken = 0
     for step in range(12):
         for rows, logits in ((first, wanted[0]), (second, wanted[1])):
-            rebind(session, Breaking(binding, step, before=before))
+            rebind(session, [Breaking(each, step, before=before) for each in bindings])
             try:
                 session.run(*rows.inputs())
             except KeyboardInterrupt:
                 broken += 1
-            rebind(session, binding)
+            rebind(session, bindings)
             for other in (first, second)[:: 1 if step % 2 else -1]:
                 session.run(*other.inputs())
             np.testing.assert_array_equal(rows.step(), logits[step])
+            session.run(*rows.inputs())  # both bindings have values of these rows
     assert broken > 12
 
 

@@ -47,7 +47,7 @@ class TwoBuffers(OnnxRuntimeSession):
     """Binds a pool's output to other memory than its input."""
 
     def _run(self, arrays: list[Any]) -> Any:
-        binding = self._binding
+        binding = self._bindings[0].binding
         other = np.zeros_like(arrays[3])
 
         class Binding:
@@ -57,7 +57,7 @@ class TwoBuffers(OnnxRuntimeSession):
             def bind_output(name: str, *place: Any) -> None:
                 binding.bind_output(name, *place[:-1], other.ctypes.data)
 
-        self._inputs[3]._binding = Binding()
+        self._bindings[0].inputs[3]._binding = Binding()
         return super()._run(arrays)
 
 

@@ -1,6 +1,6 @@
 """Plan of an `alloc`: every error is raised here, before anything changes.
 
-rows that need pages -> AllocPlan -> `Replica.apply`
+rows that need pages -> AllocPlan -> `Planner.widen` -> `Replica.apply`
 """
 
 from __future__ import annotations
@@ -62,19 +62,21 @@ class Planner:
         extra: int,
         loadable: Loadable | None = None,
     ) -> AllocPlan:
-        """Plan pages for `processed + active + extra` tokens of each row; raises like `alloc`.
-
-        Lookup tables are widened here, so that `apply` needs no memory for them.
-        """
+        """Plan pages for `processed + active + extra` tokens of each row; raises like `alloc`, and
+        changes nothing."""
         rows = [self._plan_row(ctx, row, extra, loadable) for ctx, row in lacking]
         plan = AllocPlan(rows, self._costs(rows))
         if loadable is not None:
             plan = self._affordable(plan, extra)
         self._require_free(plan)
-        widest = max((one.num_pages for one in rows), default=0)
+        return plan
+
+    def widen(self, plan: AllocPlan) -> None:
+        """Widen the lookup tables for the plan, so that `apply` needs no memory for them.
+        CapacityError if the system has too little."""
+        widest = max((one.num_pages for one in plan.rows), default=0)
         for leaf in self._leaves:
             leaf.widen(widest)
-        return plan
 
     def forecast(self, ctx: TextContext, row: Row, loadable: Loadable | None) -> list[int]:
         """Number of pages that `alloc` would cost in each leaf; it may exceed the free pages."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import os
 import weakref
 from abc import ABC, abstractmethod
@@ -30,6 +31,10 @@ from kvgraph.kv.memory import DEFAULT_BATCH_TOKENS
 from kvgraph.runtime.folder import ArtifactFolder
 from kvgraph.runtime.native_calls import RUNNING, Ending, refuse
 from kvgraph.runtime.turns import Turns
+
+FEW = 32
+"""Up to this many numbers are compared one by one: a step evicts NumPy's code from the CPU caches,
+so that a call of it takes 28 us."""
 
 
 class Session(ABC):
@@ -67,7 +72,8 @@ class Session(ABC):
         self.signature = artifact.signature
         self._buffers = [i for i, s in enumerate(self.signature.inputs) if s.kind == "buffer"]
         self._vocab = artifact.manifest.model.vocab_size
-        self._checked: list[tuple[object, ...]] = []
+        self._checked: list[tuple[object, ...]] = []  # what `_require_fitting` found last
+        self._pools: list[object] = []  # the memory of the buffers then
         self._turns = Turns("Session")
         self._watched = [MappedFile(artifact, name) for name in self.mapped]
         self._last_run_completed = True  # False if the last run raised
@@ -210,18 +216,18 @@ class Session(ABC):
                 (x.dtype, x.shape, getattr(x, "device", None)) for x in values
             ]
             kinds += [(x.dtype, x.shape, type(x)) for x in arrays]
-            kinds += [(self._address_of(arrays[i]),) for i in self._buffers]
         except AttributeError:
             kinds = []
-        if not kinds or kinds != self._checked:
-            self._checked = []
+        pools = [arrays[i] for i in self._buffers]
+        if not kinds or kinds != self._checked or not all(map(operator.is_, pools, self._pools)):
+            self._checked, self._pools = [], []
             for symbol, value, array in zip(self.signature.inputs, values, arrays, strict=True):
                 self._require_array(symbol, value, array)
             self.signature.bind(values)
             for symbol, value, array in zip(self.signature.inputs, values, arrays, strict=True):
                 _require_said(symbol, value, array)
             self._require_apart(arrays)
-            self._checked = kinds
+            self._checked, self._pools = kinds, pools
 
     def _address_of(self, array: Any) -> int:
         """Address of a buffer's memory."""
@@ -317,9 +323,13 @@ class MappedFile:
 
 def _require_within(name: str, array: Array, end: int) -> None:
     """Raise BindingError for a number outside [0, end): a negative index reads a table's end."""
-    most = np.asarray(array).view(np.uint32).max(initial=0)  # as uint32, negatives exceed `end`
-    if most >= end:
-        raise BindingError(f"{name}: expected numbers in [0, {end}), got {most.view(np.int32)}")
+    if len(array) > FEW:
+        most = np.asarray(array).view(np.uint32).max(initial=0)  # as uint32, negatives exceed `end`
+        wrong = [most.view(np.int32)] if most >= end else []
+    else:
+        wrong = [number for number in array.tolist() if not 0 <= number < end]
+    if wrong:
+        raise BindingError(f"{name}: expected numbers in [0, {end}), got {wrong[0]}")
 
 
 def _require_in_rectangle(arrays: Sequence[Array]) -> None:
