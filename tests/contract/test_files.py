@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 import kvgraph
+import kvgraph.compiler.targets.tensorrt.lower  # which another user cannot import
 from kvgraph.cli.show import _Kernel
 from kvgraph.compiler.frontends.folder import read_json
 from kvgraph.contract.files import as_path, inside, read_list, replacing, require_replaceable
