@@ -1,6 +1,8 @@
 #include "cpu/attention.h"
 
 #include <algorithm>
+#include <functional>
+#include <queue>
 #include <vector>
 
 #include "cpu/attention_stream.h"
@@ -32,32 +34,41 @@ int64_t segment_at(int64_t position) {
   return segment;
 }
 
-// The time of threads that take tasks in order, if the heads of each tile are `cuts` tasks.
-double time_of(const std::vector<double>& work, int64_t cuts, size_t threads) {
-  std::vector<double> busy(threads);
+// The time of threads that take tasks in order, if a task has `per` of a tile's heads.
+double time_of(const std::vector<double>& work, int64_t per, int64_t heads, size_t threads) {
+  std::priority_queue<double, std::vector<double>, std::greater<double>> busy(
+      {}, std::vector<double>(threads));
+  double last = 0;
   for (const double of_tile : work)
-    for (int64_t i = 0; i < cuts; ++i)
-      *std::min_element(busy.begin(), busy.end()) += of_tile / static_cast<double>(cuts);
-  return *std::max_element(busy.begin(), busy.end());
+    for (int64_t head = 0; head < heads; head += per) {
+      const auto share = static_cast<double>(std::min(per, heads - head));
+      const double end = busy.top() + of_tile * share / static_cast<double>(heads);
+      busy.pop(), busy.push(end);
+      last = std::max(last, end);
+    }
+  return last;
 }
 
-// Tasks of a tile. A task takes several kv heads of its tokens, which lie side by side, unless
+// Heads of a task, `most` at most. They lie side by side: a task takes as many as it can, unless
 // threads would wait longer for each other than reading parts of rows costs.
-int64_t cuts(const Attention& job, const std::vector<Tile>& tiles) {
+int64_t heads_of_task(const Attention& job, const std::vector<Tile>& tiles, int64_t most,
+                      bool halves) {
   const size_t threads = parallelism(job.call);
-  const int64_t heads = job.pool.kv_heads;
-  if (heads == 1 || tiles.size() >= kEven * threads) return 1;
+  if (most == 1 || tiles.size() >= kEven * threads) return most;
   std::vector<double> work;
+  double total = 0;
   for (const Tile& tile : tiles) {
     const Keys keys = keys_of_part(job, tile);
     work.push_back(static_cast<double>((keys.last - keys.first) * (tile.end - tile.begin)));
+    total += work.back();
   }
-  int64_t best = 1;
-  double least = time_of(work, 1, threads), cost = kParts;
-  // Without streams, half rows took 1.1 to 1.3 times as long as single heads (Zen 4, float32).
-  for (int64_t cuts = has_streams(job.pool) ? 2 : heads; cuts <= heads; cuts *= 2, cost *= kParts) {
-    const double time = cost * time_of(work, cuts, threads);
-    if (time < least) best = cuts, least = time;
+  const double even = total / static_cast<double>(threads);  // no thread ever waits
+  int64_t best = most;
+  double least = time_of(work, most, job.pool.kv_heads, threads), cost = kParts;
+  for (int64_t per = most; per > 1 && cost * even < least; cost *= kParts) {
+    per = halves ? (per + 1) / 2 : 1;
+    const double time = cost * time_of(work, per, job.pool.kv_heads, threads);
+    if (time < least) best = per, least = time;
   }
   return best;
 }
@@ -93,7 +104,9 @@ Plan plan(const Attention& job) {
   p.partial.floats.resize(static_cast<size_t>(partials * p.partial.stride));
   const int64_t state = longest * group * (job.pool.head_dim + job.v_head_dim);
   const int64_t fit = std::max<int64_t>(1, kStateFloats / std::max<int64_t>(1, state));
-  p.heads_per_task = std::min(fit, ceildiv(job.pool.kv_heads, cuts(job, p.tiles)));
+  // Without streams, half rows took 1.1 to 1.3 times as long as single heads (Zen 4, float32).
+  const bool halves = longest * group <= kFewRows && has_streams(job.pool);
+  p.heads_per_task = heads_of_task(job, p.tiles, std::min(fit, job.pool.kv_heads), halves);
   p.head_tasks = ceildiv(job.pool.kv_heads, p.heads_per_task);
   return p;
 }

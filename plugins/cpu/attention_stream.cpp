@@ -82,7 +82,8 @@ class StreamTask : AttentionTask {
     const int64_t per_line = std::max<int64_t>(1, kLine / 4 / job_.pool.kv_heads);  // keys
     for (int kind : {0, 1}) {
       for (int64_t j = 0; j < next.keys; j += per_line)
-        __builtin_prefetch(next.scales[kind][j] + first_head_);
+        for (int64_t head = first_head_; head < last_head_; head += kLine / 4)
+          __builtin_prefetch(next.scales[kind][j] + head);
       for (int64_t head = first_head_; head < last_head_; ++head) {
         float* to = factors_of(kind, head);
         for (int64_t j = 0; j < kKeys; ++j) to[j] = tile.scales[kind][j][head];

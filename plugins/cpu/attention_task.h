@@ -13,8 +13,6 @@
 
 namespace kvg {
 
-constexpr int64_t kFewRows = 8;  // up to this many rows, K and V are multiplied as they are read
-
 // Whether sums of int8 products fit into 32 bits and a key has one scale; true for other pools.
 inline bool fits_integers(const Pool& pool) {
   return pool.dtype != KVG_INT8 || (pool.head_dim <= 512 && pool.scales_per_head == 1);

@@ -15,6 +15,8 @@ struct Tile {
   int64_t row, begin, end, part, parts, partial, segment;
 };
 
+constexpr int64_t kFewRows = 8;  // up to this many rows, K and V are multiplied as they are read
+
 // Positions of the row that a query sees: [first, last).
 struct Keys {
   int64_t first, last;

@@ -29,15 +29,14 @@ constexpr int64_t kAhead = 40;             // lines between the one read and the
 constexpr int kSecondLevel = 2;
 constexpr int32_t kOffset = KVG_NATIVE_DOT ? 128 : 0;
 
-// Whether a tile of 4-bit numbers waits for memory, not for its products. Then a line must be asked
-// for earlier than one of 8 or 16 bits, which is multiplied faster.
+// Whether a tile of 4-bit numbers waits for memory rather than for its products. The fastest distance
+// is then longer than kAhead (measured: docs/results/cpu-kernels.md).
 constexpr bool waits_for_lines(int rows) { return KVG_NATIVE_DOT && rows <= 4; }
 
-// Prefetches a line behind `line`: `far` lines if Far, else kAhead, to the first-level cache.
-template <bool Far>
-[[gnu::always_inline]] inline void prefetch(const char* line, int64_t far) {
-  Far ? __builtin_prefetch(line + far * kLineBytes, 0, kSecondLevel)
-      : __builtin_prefetch(line + kAhead * kLineBytes);
+// Prefetches a line: of a tile that waits for memory, Far lines behind `line` into the second level.
+template <bool Waits, int64_t Far>
+[[gnu::always_inline]] inline void prefetch(const char* line) {
+  __builtin_prefetch(line + (Waits ? Far : kAhead) * kLineBytes, 0, Waits ? kSecondLevel : 3);
 }
 
 template <class T>

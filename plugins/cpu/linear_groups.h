@@ -247,7 +247,7 @@ void tile_of_groups(const Linear& job, int64_t panel, const char* first, const c
                     Vector* out, int width) {
   constexpr int kEach = Panels * kVectors;
   constexpr int kLineInputs = line_inputs(Codes), kParts = kLineInputs / kPartInputs;
-  constexpr bool kFar = code_bits(Codes) == 4 && waits_for_lines(Rows);
+  constexpr bool kWaits = code_bits(Codes) == 4 && waits_for_lines(Rows);
   const Numbers<Codes> numbers;
   const int64_t bytes = job.panel_bytes(), lines = job.line_count();
   const int64_t groups = job.group_count(), per_group = job.group / kLineInputs;
@@ -260,7 +260,7 @@ void tile_of_groups(const Linear& job, int64_t panel, const char* first, const c
     for (; w < end; w += kLineBytes, x += kLineInputs * kInputBytes) {
       KVG_UNROLL
       for (int p = 0; p < Panels; ++p)
-        prefetch<kFar>(w + p * bytes, 64);
+        prefetch<kWaits, 64>(w + p * bytes);
       KVG_UNROLL
       for (int i = 0; i < kParts; ++i) {
         KVG_UNROLL

@@ -153,7 +153,7 @@ void tile_of_nibbles(const char* first_x, int64_t stride, const char* w, const u
     __m512i group[Rows] = {};
     KVG_UNROLL
     for (int i = 0; i < 4; ++i, x += 2 * Byte::kStep, w += kLineBytes) {
-      prefetch<waits_for_lines(Rows)>(w, 96);
+      prefetch<waits_for_lines(Rows), 96>(w);
       const Words both = read<Words>(w);
       const __m512i first = as<__m512i>(both << 4 & 0xf0f0f0f0u);
       const __m512i second = as<__m512i>(both & 0xf0f0f0f0u);

@@ -62,7 +62,7 @@ ort::Status* compute(void* kernel, ort::KernelContext* context) {
 
 ort::CustomOp make() {
   ort::CustomOp op = {};
-  op.version = ort::kApiVersion;
+  op.version = ort::kCustomOpVersion;
   op.GetName = [](const ort::CustomOp*) { return "probe"; };
   op.GetExecutionProviderType = [](const ort::CustomOp*) { return "CPUExecutionProvider"; };
   op.GetInputType = op.GetOutputType = [](const ort::CustomOp*, size_t) { return ort::kFloat; };

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import subprocess
 import sys
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -97,6 +99,20 @@ def test_a_decode_step_binds_nothing(session: Any) -> None:
     for _ in range(4):
         rows.step()
     assert [each.bound for each in counting] == [[], []]
+
+
+def test_a_pool_is_free_once_another_one_is_used(session: Any) -> None:
+    """Neither the checks nor a binding that waits for its turn keep it."""
+    rows = Rows(session, [5, 3], 7)
+    for _ in range(3):
+        rows.step()
+    pool = weakref.ref(rows.kv.get_device_buffer(0).all_buffers[0].handle)
+    other = Rows(session, [5, 3], 7)
+    other.step()
+    assert pool() is not None
+    del rows
+    gc.collect()
+    assert pool() is None
 
 
 def test_pools_and_shapes_that_change_between_steps(compiled: Compiled) -> None:
@@ -252,8 +268,12 @@ def test_a_path_that_is_not_utf_8_is_refused(compiled: Compiled, tmp_path: Path)
 
 def rebind(session: Any, bindings: list[Any]) -> None:
     for bound, binding in zip(session._bindings, bindings, strict=True):
-        for holder in (*bound.inputs, bound.logits):
-            holder._binding = binding
+        bound.logits._binding = binding
+        for held in bound.inputs:
+            if hasattr(held, "_bindings"):
+                held._bindings = bindings
+            else:
+                held._binding = binding
 
 
 @pytest.mark.parametrize("before", [True, False])

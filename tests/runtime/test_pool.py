@@ -57,7 +57,7 @@ class TwoBuffers(OnnxRuntimeSession):
             def bind_output(name: str, *place: Any) -> None:
                 binding.bind_output(name, *place[:-1], other.ctypes.data)
 
-        self._bindings[0].inputs[3]._binding = Binding()
+        self._bindings[0].inputs[3]._bindings = [Binding()]
         return super()._run(arrays)
 
 

@@ -33,8 +33,7 @@ from kvgraph.runtime.native_calls import RUNNING, Ending, refuse
 from kvgraph.runtime.turns import Turns
 
 FEW = 32
-"""Up to this many numbers are compared one by one: a step evicts NumPy's code from the CPU caches,
-so that a call of it takes 28 us."""
+"""Up to this many numbers are compared one by one: NumPy takes 28 us with cold CPU caches."""
 
 
 class Session(ABC):
@@ -73,7 +72,7 @@ class Session(ABC):
         self._buffers = [i for i, s in enumerate(self.signature.inputs) if s.kind == "buffer"]
         self._vocab = artifact.manifest.model.vocab_size
         self._checked: list[tuple[object, ...]] = []  # what `_require_fitting` found last
-        self._pools: list[object] = []  # the memory of the buffers then
+        self._pools: list[weakref.ref[object]] = []  # the memory of the buffers then
         self._turns = Turns("Session")
         self._watched = [MappedFile(artifact, name) for name in self.mapped]
         self._last_run_completed = True  # False if the last run raised
@@ -209,8 +208,7 @@ class Session(ABC):
 
     def _require_fitting(self, values: list[Any], arrays: Sequence[Any]) -> None:
         """Raise BindingError unless dtypes and shapes of `values`, and of their memory `arrays`,
-        fit, and each buffer has memory of its own. Skip all if nothing changed since the last step.
-        """
+        fit, and each buffer has memory of its own. Skip all if nothing changed since a step."""
         try:
             kinds: list[tuple[object, ...]] = [
                 (x.dtype, x.shape, getattr(x, "device", None)) for x in values
@@ -219,15 +217,17 @@ class Session(ABC):
         except AttributeError:
             kinds = []
         pools = [arrays[i] for i in self._buffers]
-        if not kinds or kinds != self._checked or not all(map(operator.is_, pools, self._pools)):
-            self._checked, self._pools = [], []
+        last = [pool() for pool in self._pools]
+        if not kinds or kinds != self._checked or not all(map(operator.is_, pools, last)):
+            self._checked = []
             for symbol, value, array in zip(self.signature.inputs, values, arrays, strict=True):
                 self._require_array(symbol, value, array)
             self.signature.bind(values)
             for symbol, value, array in zip(self.signature.inputs, values, arrays, strict=True):
                 _require_said(symbol, value, array)
             self._require_apart(arrays)
-            self._checked, self._pools = kinds, pools
+            self._pools = [weakref.ref(pool) for pool in pools]
+            self._checked = kinds
 
     def _address_of(self, array: Any) -> int:
         """Address of a buffer's memory."""
@@ -327,7 +327,7 @@ def _require_within(name: str, array: Array, end: int) -> None:
         most = np.asarray(array).view(np.uint32).max(initial=0)  # as uint32, negatives exceed `end`
         wrong = [most.view(np.int32)] if most >= end else []
     else:
-        wrong = [number for number in array.tolist() if not 0 <= number < end]
+        wrong = [number for number in np.asarray(array).tolist() if not 0 <= number < end]
     if wrong:
         raise BindingError(f"{name}: expected numbers in [0, {end}), got {wrong[0]}")
 

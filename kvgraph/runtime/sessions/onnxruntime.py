@@ -9,9 +9,9 @@ The session of a CUDA graph is in onnxruntime_cuda.py.
 
 Decision: a step's values are bound once. Pools stay bound while they are the same arrays; small
 inputs are copied into fixed memory, which is bound again if a shape changes. Steps use two bindings
-in turn, each with its own logits, which so stay valid during the next step. A step of the same
-shapes binds nothing: binding logits alone takes 48 us after a model has evicted the caches. Fresh
-logits of 64 rows and 32,000 tokens would cost 2,000 more page faults.
+in turn, each with its own logits, which so stay valid during the next step. A step with the shapes
+of the last two binds nothing: to bind logits alone takes 48 us once a model has evicted the caches.
+Fresh logits of 64 rows and 32,000 tokens would cost 2,000 more page faults.
 
 Decision: settings of ONNX Runtime, measured with 246M parameters in float32 (941 MB):
 - threads: the physical cores of the process's affinity; the default counts all of the machine's.
@@ -107,7 +107,9 @@ class OnnxRuntimeSession(Session):
         require_places(artifact)
         self._session = open_session(ort, path, options, PROVIDER, weights=weights)
         require_graph(self._session, path, self.signature)
-        self._bindings = [_Binding(self._session, self.signature, self._vocab) for _ in range(2)]
+        bindings = [self._session.io_binding() for _ in range(2)]
+        pools = {s.name: _Pool(bindings, s) for s in self.signature.inputs if s.kind == "buffer"}
+        self._bindings = [_Binding(b, self.signature, pools, self._vocab) for b in bindings]
         self._next_binding = itertools.cycle(self._bindings)
 
     def _run(self, arrays: Sequence[Array]) -> npt.NDArray[np.float32]:
@@ -124,12 +126,15 @@ class OnnxRuntimeSession(Session):
 class _Binding:
     """What a step reads and writes. It is bound again where an array or a shape changes."""
 
-    def __init__(self, session: InferenceSession, signature: GraphSignature, vocab: int) -> None:
-        self.binding = binding = session.io_binding()
-        self.inputs = [
-            (_Pool if symbol.kind == "buffer" else _Input)(binding, symbol)
-            for symbol in signature.inputs
-        ]
+    def __init__(
+        self,
+        binding: IOBinding,
+        signature: GraphSignature,
+        pools: Mapping[str, _Pool],
+        vocab: int,
+    ) -> None:
+        self.binding = binding
+        self.inputs = [pools.get(s.name) or _Input(binding, s) for s in signature.inputs]
         self.logits = _Logits(binding, vocab)
 
     def take(self, arrays: Sequence[Array]) -> npt.NDArray[np.float32]:
@@ -140,20 +145,22 @@ class _Binding:
 
 
 class _Pool:
-    """A buffer that ops write in place: input and output are bound to its address."""
+    """A buffer that ops write in place: input and output are bound to its address, in all bindings
+    at once, so that the buffer before it is free then."""
 
-    def __init__(self, binding: IOBinding, symbol: TensorType) -> None:
-        self._binding, self._symbol = binding, symbol
+    def __init__(self, bindings: Sequence[IOBinding], symbol: TensorType) -> None:
+        self._bindings, self._symbol = bindings, symbol
         self._array: Array | None = None
 
     def take(self, array: Array) -> None:
         if array is self._array:
             return
-        self._array = None  # until both bindings have the new address
+        self._array = None  # until all bindings have the new address
         name, dtype = self._symbol.name, DTYPES[self._symbol.dtype].onnx
         place = ("cpu", 0, dtype, array.shape, array.ctypes.data)
-        self._binding.bind_input(name, *place)
-        self._binding.bind_output(output_name(self._symbol), *place)
+        for binding in self._bindings:
+            binding.bind_input(name, *place)
+            binding.bind_output(output_name(self._symbol), *place)
         self._array = array  # referenced, so that no other array can get its address
 
 
