@@ -15,7 +15,7 @@ import pytest
 import kvgraph
 from kvgraph.compiler.options import check_weights, resolve
 from kvgraph.contract.manifest import read_manifest
-from kvgraph.runtime.sessions.pickles import require_no_pickles
+from kvgraph.runtime.sessions.pickles import require_no_code
 from tests.support import eager
 from tests.support.command_line import COMMAND
 from tests.support.packages import install_backend
@@ -41,7 +41,7 @@ def test_a_backend_of_another_package(
     command("compile", model_folder("tiny-llama"), "-o", out, "--backend", "eager")
     manifest = read_manifest(out)
     assert (manifest.backend, [*manifest.tools]) == ("eager", ["torch"])
-    require_no_pickles(out / "model.pt2")
+    require_no_code(out / "model.pt2")
     sizes = {name: (out / name).stat().st_size for name in manifest.files}
     assert sizes["model.pt2"] < sizes["weights.safetensors"] / 4, "weights are stored once"
     assert manifest.notes[-1].startswith("check: logits of two ragged rows")

@@ -145,9 +145,9 @@ class Talk:
             stderr.print(f"kvgraph: {error}", soft_wrap=True)
 
     def _answer(self, asked: list[dict[str, str]]) -> None:
-        prompt = self.engine.apply_chat_template(asked)
         start, first, said = self._mark(), None, ""
         try:
+            prompt = self.engine.apply_chat_template(asked)  # long for the first message: imports
             pieces = self.engine.stream(prompt, self._sampling_of(prompt))
             with Bars(stderr):
                 begun = list(islice(pieces, 1))

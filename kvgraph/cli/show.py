@@ -235,6 +235,10 @@ class _Kernel:
     spill_stores: int
     spill_loads: int
 
+    def __post_init__(self) -> None:
+        if self.file in ("", "..") or Path(self.file).name != self.file:
+            raise ValueError(f"file: expected the name of a file, got {self.file[:60]!r}")
+
 
 @dataclass(frozen=True, slots=True)
 class _BuildLog:

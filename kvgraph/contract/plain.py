@@ -121,7 +121,10 @@ def _convert_fields(kind: Any, given: dict[str, object], where: str) -> Any:
 
 def _require(kind: Any, value: Any, where: str) -> Any:
     if kind is float and type(value) is int:
-        return float(value)
+        try:
+            return float(value)
+        except OverflowError:
+            raise ValueError(f"{where.lstrip('.')}: expected float, got {_said(value)}") from None
     if type(value) is not kind:  # so that True is no integer
         raise ValueError(f"{where.lstrip('.')}: expected {_name(kind)}, got {_said(value)}")
     return value

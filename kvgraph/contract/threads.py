@@ -28,11 +28,12 @@ def threads_needed() -> Iterator[None]:
 
 
 def start_all(threads: list[Thread]) -> None:
-    """Start `threads`. CapacityError if one cannot start; then the list has those that run."""
+    """Start `threads`. CapacityError if one cannot start. After an error or an interrupt the list
+    has those that run."""
     for number, thread in enumerate(threads):
         try:
             with threads_needed():
                 thread.start()
-        except CapacityError:
-            del threads[number:]
+        except BaseException:  # an interrupt may come once the thread runs
+            del threads[number if thread.ident is None else number + 1 :]
             raise

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import subprocess
 import sys
@@ -102,6 +103,15 @@ def test_a_file_that_cannot_be_read_is_not_called_damaged(
     message = f"{name}: expected a file that can be read, got 'Permission denied'"
     with another_user(tmp_path), pytest.raises(refusal, match=message):
         read(path)
+
+
+@pytest.mark.parametrize("name", ["", ".", "..", "/", "a/b", "../../x"])
+def test_a_kernel_whose_file_is_no_name(name: str, tmp_path: Path) -> None:
+    fields = dict.fromkeys(("num_warps", "registers", "shared", "spill_stores", "spill_loads"), 0)
+    kernel = {"kernel": "a", "role": "", "arch": "sm_90", "file": name, **fields}
+    (tmp_path / "kernels.json").write_text(json.dumps([kernel]))
+    with pytest.raises(ArtifactError, match=r"kernels.json: .*file: expected the name of a file"):
+        read_list(tmp_path / "kernels.json", _Kernel, "kernels", ArtifactError)
 
 
 @pytest.mark.parametrize(

@@ -53,6 +53,7 @@ def test_defaults_and_fields_of_later_versions() -> None:
         ({"count": True}, r"^count: expected int, got True$"),
         ({"count": 1.0}, r"^count: expected int, got 1.0$"),
         ({"share": "0.5"}, r"^share: expected float, got '0.5'$"),
+        ({"share": 10**400}, r"^share: expected float, got int 1000+\.\.\.$"),
         ({"notes": ["a", 2]}, r"^notes\[1\]: expected str, got 2$"),
         ({"inner": {"b": {}}}, r"^inner\.b\.dims: expected list\[int \| str\], got none$"),
         ({"inner": {"b": {"dims": [None]}}}, r"^inner\.b\.dims\[0\]: expected int or str, got No"),

@@ -239,3 +239,24 @@ def test_a_thread_that_the_system_refuses_ends_the_others(first: int) -> None:
         make_manager(store)
     assert store.is_closed
     assert threading.enumerate() == before
+
+
+@pytest.mark.parametrize("runs", [False, True], ids=["before", "after"])
+def test_an_interrupt_while_threads_start(runs: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Threads that run end, and the one that does not is never joined."""
+    begin, started = threading.Thread.start, list[threading.Thread]()
+
+    def interrupted(thread: threading.Thread) -> None:
+        if thread.name == "kvgraph-tiers":
+            started.append(thread)
+        if len(started) < 2 or runs:
+            begin(thread)
+        if len(started) == 2:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(threading.Thread, "start", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        make_manager(MemoryStore())
+    for thread in started[: 1 + runs]:
+        thread.join(30)
+        assert not thread.is_alive()

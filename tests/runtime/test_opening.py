@@ -24,6 +24,7 @@ import kvgraph
 from kvgraph.errors import ArtifactError, MissingDependencyError
 from kvgraph.runtime.sessions import onnxruntime as sessions
 from kvgraph.runtime.sessions.opening import opening
+from kvgraph.runtime.sessions.pickles import _of_program, require_no_code
 from tests.bad_input.damage import edit_manifest
 from tests.support.artifacts import rehash
 
@@ -266,15 +267,52 @@ def test_a_program_that_holds_pickles_is_not_opened(
     where: str, compiled: Compiled, tmp_path: Path
 ) -> None:
     pytest.importorskip("triton", reason="kernels for CUDA are compiled by Triton")
-    from kvgraph.runtime.sessions.pickles import require_no_pickles
-
     whole = compiled("tiny-llama", "torch", target="cuda:sm_90")
-    require_no_pickles(whole / "model.pt2")
+    require_no_code(whole / "model.pt2")
     path, touched = Path(shutil.copy(whole / "model.pt2", tmp_path)), tmp_path / "touched"
     with_pickle(path, where, touched)
     with pytest.raises(ArtifactError, match=r"model.pt2: expected a program without pickles"):
-        require_no_pickles(path)
+        require_no_code(path)
     assert not touched.exists()
+
+
+CODE = "__import__('os').system('true')"
+OTHERS = {
+    "another case of a name that torch's reader takes": {"model/data/SAMPLE_INPUTS/model.PT": b"x"},
+    "torch's older form": {"serialized_state_dict.json": b"x"},
+    "a library": {"model/data/aotinductor/model/x.wrapper.so": b"x"},
+    "a name in another case": {"model/Archive_version": b"0"},
+}
+EXPRESSIONS = [
+    *(CODE, "exec(chr(49))", "Symbol('s1', x=open('a'))", "S('s1')", "s1.args", "9**9**9", 7),
+    *("(lambda: 1)()", "[s1]", "Add(s1, 'x')", "Symbol('A b')", "s1 if s1 else s1"),
+]
+
+
+@pytest.mark.parametrize("entries", OTHERS.values(), ids=OTHERS)
+def test_a_program_with_other_files_is_not_opened(
+    entries: dict[str, bytes], compiled: Compiled, tmp_path: Path
+) -> None:
+    pytest.importorskip("triton", reason="kernels for CUDA are compiled by Triton")
+    whole = compiled("tiny-llama", "torch", target="cuda:sm_90")
+    path = Path(shutil.copy(whole / "model.pt2", tmp_path))
+    with zipfile.ZipFile(path, "a") as archive:
+        for name, data in entries.items():
+            archive.writestr(name, data)
+    with pytest.raises(ArtifactError, match=r"model.pt2: expected a program without .* got '[ms]"):
+        require_no_code(path)
+
+
+@pytest.mark.parametrize("expression", EXPRESSIONS)
+def test_dims_that_are_code_are_not_read(expression: object) -> None:
+    dim = {"as_int": 3, "as_expr": {"expr_str": expression, "hint": {"as_int": 2}}}
+    assert list(_of_program({"nodes": [{"sizes": [dim]}]}))
+
+
+def test_dims_that_compute_are_read() -> None:
+    dims = ["Symbol('s21', positive=True)", "Mul(Integer(64), Symbol('s9', integer=True))"]
+    dims += ["FloorDiv(s0, 2)", "-(2*s1 // 4) % 3 + Max(1, u0)", "true"]
+    assert not list(_of_program([{"expr_str": dim} for dim in dims]))
 
 
 def test_a_program_for_cuda_that_is_something_else(compiled: Compiled, tmp_path: Path) -> None:

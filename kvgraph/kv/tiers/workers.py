@@ -22,7 +22,6 @@ from itertools import groupby
 import numpy as np
 
 from kvgraph.contract.threads import start_all
-from kvgraph.errors import CapacityError
 from kvgraph.kv.metrics import KVCacheMetrics
 from kvgraph.kv.tiers.connector import Lookup, Move, Transfer
 from kvgraph.kv.tiers.host import Bytes, HostStore, Slot
@@ -105,7 +104,7 @@ class TierWorkers:
         weakref.finalize(self, _close, weakref.ref(self))  # as the interpreter ends
         try:
             start_all(self._threads)
-        except CapacityError:
+        except BaseException:
             self._num_serving = len(self._threads)
             self.close()
             raise

@@ -20,7 +20,7 @@ from kvgraph.errors import ArtifactError
 from kvgraph.runtime.folder import ArtifactFolder
 from kvgraph.runtime.sessions.launches import Gpu, Shared, launches_of
 from kvgraph.runtime.sessions.opening import opening, require_type
-from kvgraph.runtime.sessions.pickles import require_no_pickles
+from kvgraph.runtime.sessions.pickles import require_no_code
 from kvgraph.runtime.sessions.views import join_views
 from kvgraph.runtime.sessions.weights import Stored, read_weights
 
@@ -53,7 +53,7 @@ def read_program(artifact: ArtifactFolder, device: torch.device) -> torch.export
     """`model.pt2`, a CPU graph, with its weights on `device`. ArtifactError for a file that would
     run code as it is read."""
     path = artifact.file(PROGRAM_NAME)
-    require_no_pickles(path)
+    require_no_code(path)
     program = _load(path)
     _bind_weights(program, artifact, device)
     return program
