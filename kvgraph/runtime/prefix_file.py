@@ -23,6 +23,7 @@ import numpy.typing as npt
 
 from kvgraph.contract.dims import Array
 from kvgraph.contract.files import open_regular, reading, replacing
+from kvgraph.contract.plain import in_short
 from kvgraph.errors import ArtifactError
 from kvgraph.kv.tiers.store import KEY_BYTES, StoreStats
 
@@ -63,12 +64,13 @@ def read_prefix(path: str | Path) -> Prefix:
     if metadata.get("format") != FORMAT:
         raise ArtifactError(
             f"{path}: format: expected {FORMAT!r} from this kvgraph, "
-            f"got {metadata.get('format', 'none')!r}"
+            f"got {in_short(repr(metadata.get('format', 'none')))}"
         )
     found = _digest(metadata, tensors)
     if metadata.get("sha256") != found:
         raise ArtifactError(
-            f"{path}: sha256: expected {metadata.get('sha256')} from its metadata, got {found}"
+            f"{path}: sha256: expected {in_short(repr(metadata.get('sha256')))} from its metadata, "
+            f"got {found}"
         )
     _require_parts(path, tensors)
     return _prefix(path, metadata, tensors)

@@ -19,6 +19,7 @@ import os
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from multiprocessing import ProcessError
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import IO, Any, Literal, get_args
@@ -209,18 +210,24 @@ def _require(name: str, expected: object, found: object) -> None:
 # -- messages and bytes
 
 
+ODD = (EOFError, OSError, LookupError, TypeError, ValueError, ArithmeticError, RecursionError,
+       ProcessError)  # fmt: skip
+"""What messages of a side that does not follow the protocol raise."""
+
+
 @contextmanager
 def _unbroken(connection: Connection) -> Iterator[None]:
     try:
         yield
-    except (EOFError, OSError, LookupError, TypeError, ValueError, RecursionError) as error:
+    except ODD as error:
         if isinstance(error, KVGraphError):
             raise
         connection.close()
+        is_page = isinstance(error, ProcessError)  # which holds the whole message
         raise TransferError(
-            f"transfer: expected the other side to follow the protocol to its end, "
-            f"got {type(error).__name__} {error}"
-        ) from error
+            f"transfer: expected the other side to follow the protocol to its end, got "
+            f"{'a message that is too long' if is_page else f'{type(error).__name__} {error}'}"
+        ) from (None if is_page else error)
 
 
 @contextmanager
@@ -247,7 +254,10 @@ def _receive(connection: Connection) -> JsonObject:
 def _count(answer: JsonObject) -> int:
     if "refused" in answer:
         raise TransferError(str(answer["refused"]))
-    return int(answer["taken"])
+    taken = answer["taken"]
+    if type(taken) is not int or taken < 0:
+        raise ValueError(f"a count of pages that is none: {str(taken)[:60]}")
+    return taken
 
 
 def _records(leaves: Sequence[LeafPages]) -> Iterator[Any]:
