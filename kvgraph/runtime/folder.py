@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
+import stat
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeAlias
 
 from kvgraph.contract.devices import Device, Target
+from kvgraph.contract.files import KINDS
 from kvgraph.contract.hashes import FileEntry, verify_files
 from kvgraph.contract.manifest import Manifest, read_manifest
 from kvgraph.contract.params import KVCacheParams
@@ -90,6 +92,18 @@ class ArtifactFolder:
             )
         mine = files_of_rank(self.manifest.files, self.rank)
         verify_files(self.folder, {n: entry for n, entry in mine.items() if n in changed})
+
+    def require_files(self) -> None:
+        """Raise ArtifactError if a file of this rank is no regular file: a pipe would be waited on.
+        What reads a file tells that it is missing."""
+        for name in files_of_rank(self.manifest.files, self.rank):
+            path = self.folder / name
+            try:
+                kind = KINDS[stat.S_IFMT(path.stat().st_mode)]
+            except OSError:
+                continue
+            if kind != "a file":
+                raise ArtifactError(f"{path}: expected a file, got {kind}")
 
     @property
     def ranks(self) -> int:

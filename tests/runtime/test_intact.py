@@ -267,3 +267,12 @@ def test_processes_that_load_at_once(artifact: Path, cache: Path, hashed: Hashed
     assert len(stamps(cache)) == 1
     kvgraph.load(artifact)
     assert hashed == []
+
+
+@pytest.mark.parametrize("name", ["model.onnx", "weights.safetensors"])
+def test_a_pipe_in_place_of_a_file_is_not_waited_for(artifact: Path, name: str) -> None:
+    """Not even by an artifact whose files are not hashed."""
+    (artifact / name).unlink()
+    os.mkfifo(artifact / name)
+    with pytest.raises(ArtifactError, match=rf"{name}: expected a file, got a pipe$"):
+        kvgraph.load(artifact, verify=False).session()

@@ -24,6 +24,7 @@ def create(artifact: ArtifactFolder, kind: str | None, num_threads: int | None) 
             f"session: expected one of {[each.name for each in runners]} for an artifact of "
             f"backend {backend.name!r}, got {kind!r}"
         )
+    artifact.require_files()
     entry = imported(runner.entry)
     artifact.require_unchanged()  # a damaged program could end the process
     made: Session
