@@ -15,7 +15,7 @@ import pytest
 import kvgraph
 from kvgraph.compiler.options import check_weights, resolve
 from kvgraph.contract.manifest import read_manifest
-from kvgraph.runtime.sessions.pickles import require_no_code
+from kvgraph.runtime.sessions.program_file import require_no_code
 from tests.support import eager
 from tests.support.command_line import COMMAND
 from tests.support.packages import install_backend

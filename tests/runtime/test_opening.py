@@ -24,7 +24,7 @@ import kvgraph
 from kvgraph.errors import ArtifactError, MissingDependencyError
 from kvgraph.runtime.sessions import onnxruntime as sessions
 from kvgraph.runtime.sessions.opening import opening
-from kvgraph.runtime.sessions.pickles import _of_program, require_no_code
+from kvgraph.runtime.sessions.program_file import _of_program, require_no_code
 from tests.bad_input.damage import edit_manifest
 from tests.support.artifacts import rehash
 

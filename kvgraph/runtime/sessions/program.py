@@ -20,7 +20,7 @@ from kvgraph.errors import ArtifactError
 from kvgraph.runtime.folder import ArtifactFolder
 from kvgraph.runtime.sessions.launches import Gpu, Shared, launches_of
 from kvgraph.runtime.sessions.opening import opening, require_type
-from kvgraph.runtime.sessions.pickles import require_no_code
+from kvgraph.runtime.sessions.program_file import require_no_code
 from kvgraph.runtime.sessions.views import join_views
 from kvgraph.runtime.sessions.weights import Stored, read_weights
 
