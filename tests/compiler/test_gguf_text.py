@@ -78,6 +78,15 @@ def test_a_role_without_a_token(model_folder: Callable[[str], Path], tmp_path: P
     assert "tokenizer.ggml.bos_token_id: expected one of 259 tokens, got 5000; " in refused(path)
 
 
+@pytest.mark.parametrize("place", [259, 2**32 - 1])
+def test_ids_of_padding_and_unknown_without_a_token(place: int, read: Callable[..., Read]) -> None:
+    said = gguf_files.byte_level("gpt-2", {"<s>": 3, "</s>": 3}, bos_token_id=257)
+    tokenizer, settings, _ = read(said | {"padding_token_id": place, "unknown_token_id": place})
+    whole, _, _ = read(said)
+    assert tokenizer.encode("! a<s>").ids == whole.encode("! a<s>").ids
+    assert (settings["pad_token"], settings["unk_token"]) == (None, None)
+
+
 @pytest.mark.parametrize(
     ("said", "ids", "text"),
     [
@@ -140,8 +149,8 @@ def test_spaces_are_spelled_as_the_file_says(
 ) -> None:
     """Whatever steps transformers has for them."""
 
-    def convert(path: Path, folder: Path, adds_bos: bool) -> None:
-        own(path, folder, adds_bos)
+    def convert(path: Path, folder: Path, *given: object) -> None:
+        own(path, folder, *given)
         file = folder / "tokenizer.json"
         prepend = {"type": "Prepend", "prepend": "▁"}
         data = json.loads(file.read_text()) | {"normalizer": prepend, "decoder": None}

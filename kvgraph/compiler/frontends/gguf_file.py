@@ -206,14 +206,17 @@ def converting(path: Path, what: str) -> Iterator[None]:
 
 
 @contextmanager
-def alone(path: Path) -> Iterator[Path]:
+def alone(path: Path, header: bytes | None = None) -> Iterator[Path]:
     """A temporary folder with only a link to the file, in which transformers reads the tokenizer.
 
-    In the file's own folder it would prefer a tokenizer.json to the file's tokenizer.
-    ModelError if it cannot be read.
+    In the file's own folder it would prefer a tokenizer.json to the file's tokenizer. `header`:
+    what transformers reads in place of the file. ModelError if it cannot be read.
     """
     with quiet_loggers("transformers"), scratch("gguf") as folder:
-        (folder / path.name).symlink_to(path.absolute())
+        if header is None:
+            (folder / path.name).symlink_to(path.absolute())
+        else:
+            (folder / path.name).write_bytes(header)
         with converting(path, "tokenizer"):
             yield folder
 

@@ -85,6 +85,8 @@ BEGIN_WITH_BOS = (*LLAMA3_SPLITS, "midm-2.0", "pixtral", "tekken")
 """Pre-tokenizers for which llama.cpp adds BOS by default."""
 WHOLE_WORDS = (*BEGIN_WITH_BOS, "glm4", "glm5")
 """Pre-tokenizers for which llama.cpp ignores merges if a word is itself a token."""
+MAY_BE_MISSING = ("unk", "pad")
+"""Roles whose id may be of no token, often 2**32 - 1: llama.cpp ignores it."""
 
 
 def ends(reader: Reader) -> list[int]:
@@ -124,12 +126,18 @@ def write_tokenizer(path: Path, reader: Reader, folder: Path) -> None:
     tokens = [str(token) for token in entries(reader, "tokenizer.ggml.tokens")]
     require_vocabulary(path, reader, is_bytes=is_bytes)
     roles = {name: field(reader, f"tokenizer.ggml.{own}_token_id") for name, own in ROLES.items()}
-    for name, given in roles.items():
-        if given is not None and not 0 <= int(given) < len(tokens):
+    missing = [
+        name
+        for name, given in roles.items()
+        if given is not None and not 0 <= int(given) < len(tokens)
+    ]
+    for name in missing:
+        if name not in MAY_BE_MISSING:
             wanted = f"one of {len(tokens)} tokens"
-            raise refuse(path, f"tokenizer.ggml.{ROLES[name]}_token_id", wanted, repr(given))
+            raise refuse(path, f"tokenizer.ggml.{ROLES[name]}_token_id", wanted, repr(roles[name]))
+        roles[name] = None
     try:
-        _convert(path, folder, bool(adds_bos))
+        _convert(path, folder, bool(adds_bos), _header(reader, missing) if missing else None)
     except ModelError:
         require_merges(path, reader)
         raise
@@ -182,10 +190,22 @@ def _splits() -> frozenset[str]:
     return frozenset(mapping.GGUF_PRE_TOKENIZER_SPLITS)
 
 
-def _convert(path: Path, folder: Path, adds_bos: bool) -> None:
+def _header(reader: Reader, roles: Sequence[str]) -> bytes:
+    """The file up to its tensors' data, with 0 as the id of `roles`: transformers fails at an id of
+    no token."""
+    header = bytearray(reader.data[: reader.data_offset])
+    for role in roles:
+        given = reader.fields[f"tokenizer.ggml.{ROLES[role]}_token_id"]
+        end = given.offset + sum(part.nbytes for part in given.parts)
+        size = given.parts[-1].nbytes
+        header[end - size : end] = bytes(size)
+    return bytes(header)
+
+
+def _convert(path: Path, folder: Path, adds_bos: bool, header: bytes | None) -> None:
     import transformers
 
-    with alone(path) as only:
+    with alone(path, header) as only:
         tokenizer = transformers.PreTrainedTokenizerFast.from_pretrained(
             only,
             gguf_file=path.name,
