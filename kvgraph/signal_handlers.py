@@ -11,11 +11,12 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from inspect import CO_VARARGS
 from itertools import pairwise
-from types import CodeType, FrameType
+from traceback import walk_tb
+from types import CodeType, FrameType, TracebackType
 
 
 @contextmanager
@@ -41,13 +42,36 @@ def is_heard(number: signal.Signals) -> bool:
 
 
 def reraise_if_signalled(error: BaseException) -> None:
-    """Raise `error` again if a Python signal handler raised it."""
-    place, installed = error.__traceback__, frozenset(_installed())
-    while place is not None and place.tb_next is not None:
-        frame = place.tb_next.tb_frame
-        if frame.f_code in installed or _handles(frame, place.tb_frame):
-            raise error
-        place = place.tb_next
+    """Raise what a Python signal handler raised: `error` again, or the exception that a library
+    replaced by it."""
+    installed = frozenset(_installed())
+    found: BaseException | None = error
+    while found is not None:
+        frames = _frames(found)
+        if any(b.f_code in installed or _handles(b, a) for a, b in pairwise(frames)):
+            raise found
+        found = found.__context__
+        if found is not None and not {*frames[1:]} & {*_frames(found)[:1]}:
+            return  # it was handled before the call that raised `error`
+
+
+class ignoring(suppress):  # noqa: N801, named as suppress is
+    """`contextlib.suppress`, which lets through what a Python signal handler raised."""
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        place: TracebackType | None,
+    ) -> bool:
+        if error is not None:
+            reraise_if_signalled(error)
+        return super().__exit__(kind, error, place)
+
+
+def _frames(error: BaseException) -> list[FrameType]:
+    """Frames through which `error` passed, from the one that caught it inwards."""
+    return [frame for frame, _ in walk_tb(error.__traceback__)]
 
 
 def _installed() -> Iterator[CodeType]:

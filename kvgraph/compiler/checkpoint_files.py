@@ -13,9 +13,10 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
-from kvgraph.contract.files import inside, kind_of, open_regular
+from kvgraph.contract.files import inside, kind_of, open_regular, resolved
 from kvgraph.contract.safetensors import read_layout
 from kvgraph.errors import KVGraphError, ModelError, UnsupportedError
+from kvgraph.signal_handlers import ignoring, reraise_if_signalled
 
 CONFIG = "config.json"
 WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -152,12 +153,13 @@ def _is_circle(link: Path) -> bool:
     try:
         os.stat(link)
     except OSError as error:
+        reraise_if_signalled(error)
         return error.errno == errno.ELOOP
     return False
 
 
 def _is_pointer(path: Path) -> bool:
-    with suppress(OSError, ValueError), open_regular(path) as file:  # ValueError: a NUL
+    with ignoring(OSError, ValueError), open_regular(path) as file:  # ValueError: a NUL
         return file.read(len(POINTER)) == POINTER
     return False
 
@@ -176,6 +178,7 @@ def read_index(folder: Path, name: str = INDEX) -> Index | None:
         shards: dict[str, str] = dict(data["weight_map"].items())
         total = (data.get("metadata") or {}).get("total_size")
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        reraise_if_signalled(error)
         raise ModelError(
             f"{folder}: cannot read the weights: {name}: expected a weight_map, got a damaged file "
             f"({error})"
@@ -201,7 +204,7 @@ def _is_of(folder: Path, name: str) -> bool:
     if inside(folder, name) is not None:
         return True
     plain = len(PurePosixPath(name).parts) == 1 and name not in ("", "..")
-    own, target = folder.resolve(), (folder / name).resolve() if plain else folder
+    own, target = resolved(folder), resolved(folder / name) if plain else folder
     return own.parent.name == "snapshots" and target.parent == own.parent.parent / "blobs"
 
 
@@ -214,6 +217,7 @@ def _read_header(path: Path) -> list[StoredTensor]:
             pass  # it checks the header, and the file's length
         layout = read_layout(path)
     except (SafetensorError, OSError) as error:
+        reraise_if_signalled(error)
         why = str(error).splitlines()[0]
         raise ModelError(f"{path.parent}: cannot read the weights: {path.name}: {why}") from error
     return [StoredTensor(path, name, at.dtype, at.shape, at.offset) for name, at in layout.items()]

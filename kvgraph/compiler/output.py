@@ -27,6 +27,7 @@ from kvgraph.contract.files import can_read, can_write, kind_of, naming, require
 from kvgraph.contract.leftovers import MADE, OWNER, owned, remove_if_empty, unowned
 from kvgraph.contract.manifest import MANIFEST_NAME, listed_names
 from kvgraph.errors import ArtifactError, KVGraphError
+from kvgraph.signal_handlers import ignoring, reraise_if_signalled
 
 PREFIX = ".kvgraph-staging."
 REPLACED = "replaced"
@@ -53,6 +54,7 @@ def require_free(out: Path, *, force: bool) -> frozenset[str]:
     try:
         os.rmdir(tempfile.mkdtemp(prefix=PREFIX, dir=parent))
     except OSError as error:  # such as in /proc
+        reraise_if_signalled(error)
         raise ArtifactError(
             f"{out}: expected a folder that can be written, got {parent} ({error.strerror})"
         ) from error
@@ -98,7 +100,7 @@ def settle_leftovers(out: Path) -> None:
     Call it before `require_free`, which then sees the final state. It does nothing if the parent
     folder cannot be read.
     """
-    with suppress(OSError, ValueError):
+    with ignoring(OSError, ValueError):
         for folder in sorted(absolute(out).parent.glob(f"{PREFIX}*")):
             _settle_leftover(folder)
 
@@ -118,6 +120,7 @@ def staging(out: Path, *, force: bool) -> Iterator[Path]:
         settle_leftovers(out)
         folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=out.parent))
     except OSError as error:
+        reraise_if_signalled(error)
         raise ArtifactError(
             f"{out}: expected a folder at {out.parent} to make it in, got {error.strerror!r}"
         ) from error
@@ -163,6 +166,7 @@ def _require_parent(out: Path) -> Path:
             parent = parent.parent
         kind_of(parent / name)
     except OSError as error:
+        reraise_if_signalled(error)
         raise ArtifactError(f"{out}: expected a path to make, got {error.strerror!r}") from error
     if missing is not None:
         got = kind_of(missing) or "none"
@@ -220,6 +224,7 @@ def _require_movable(out: Path, full: Path) -> None:
     try:
         out.rename(full)
     except OSError as error:
+        reraise_if_signalled(error)
         if error.errno == errno.EXDEV and any(out.iterdir()):
             raise ArtifactError(
                 f"{out}: expected a folder that can be replaced, got one that the file system "
@@ -267,6 +272,7 @@ def _sync(path: Path) -> None:
         finally:
             os.close(opened)
     except OSError as error:
+        reraise_if_signalled(error)
         if error.errno not in NO_SYNC:
             raise
 
@@ -287,7 +293,7 @@ def _exchange(one: Path, other: Path) -> bool:
 
 def _settle_leftover(folder: Path) -> None:
     """`_settle` a killed process's staging folder. Do nothing if its owner is alive or unknown."""
-    with suppress(OSError, ValueError, KeyError, TypeError), unowned(folder) as said:
+    with ignoring(OSError, ValueError, KeyError, TypeError), unowned(folder) as said:
         name = Path(said.pop("output")).name
         if said == MARKER and name and not folder.is_symlink():
             _settle(folder, folder.parent / name)
@@ -307,7 +313,7 @@ def _settle(folder: Path, out: Path) -> None:
         _sync(folder.parent)
         _remove_listed(old)
     if not old.exists():
-        with suppress(OSError):
+        with ignoring(OSError):
             (folder / OWNER).unlink()
             folder.rmdir()
 
@@ -319,7 +325,7 @@ def _remove_listed(folder: Path) -> None:
         for name in [*(names - {MANIFEST_NAME}), MANIFEST_NAME]:
             (folder / name).unlink(missing_ok=True)
     for path, _, _ in os.walk(folder, topdown=False):
-        with suppress(OSError):
+        with ignoring(OSError):
             Path(path).rmdir()
     if folder.exists():
         warnings.warn(

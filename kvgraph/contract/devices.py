@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import NamedTuple
 
 from kvgraph.contract.values import require_integer, shown
 from kvgraph.errors import DeviceError, UnsupportedError
+from kvgraph.signal_handlers import ignoring, reraise_if_signalled
 
 CUDA_ARCHS = ("sm_75", "sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120", "sm_121")
 CPU_ISAS = ("avx2", "avx512")
@@ -46,7 +46,7 @@ HOST = LogicalDevice("host")
 
 def processors() -> list[int]:
     """Numbers of the processors that this process may use; all if the system does not say."""
-    with suppress(AttributeError, OSError):  # macOS, a filter of system calls
+    with ignoring(AttributeError, OSError):  # macOS, a filter of system calls
         return sorted(os.sched_getaffinity(0))
     return list(range(os.cpu_count() or 1))
 
@@ -56,7 +56,8 @@ def first_processor(path: Path = Path("/proc/cpuinfo")) -> dict[str, str]:
     """Fields of the first processor in `path`, by name; empty if the file cannot be read."""
     try:
         text = path.read_text(encoding="utf-8")
-    except OSError:
+    except OSError as error:
+        reraise_if_signalled(error)
         return {}
     pairs = (line.partition(":") for line in text.split("\n\n")[0].splitlines())
     return {name.strip(): value.strip() for name, _, value in pairs}

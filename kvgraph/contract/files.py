@@ -17,6 +17,7 @@ from typing import BinaryIO, TypeVar
 from kvgraph.contract.manifest_values import require_plain_text
 from kvgraph.contract.plain import JsonObject, from_plain
 from kvgraph.errors import ArtifactError, KVGraphError, RequestError
+from kvgraph.signal_handlers import reraise_if_signalled
 
 T = TypeVar("T")
 
@@ -57,6 +58,7 @@ def naming(path: Path, partial: str = "") -> Iterator[None]:
     try:
         yield
     except OSError as error:
+        reraise_if_signalled(error)
         is_copy = error.filename2 is not None and error.errno != errno.EIO  # may be the source's
         is_ours = error.filename is None or _is_in(error.filename, partial)
         is_full = error.errno in NO_ROOM and (is_ours or is_copy)
@@ -114,7 +116,8 @@ def _another(path: Path, is_ours: Callable[[Path], bool]) -> str | None:
     """Description of a file that must be kept; None if it is ours and may be replaced."""
     try:
         return None if is_ours(path) else "another file"
-    except OSError:
+    except OSError as error:
+        reraise_if_signalled(error)
         return "one that cannot be read"
 
 
@@ -168,6 +171,7 @@ def read_text(path: Path, refusal: type[KVGraphError]) -> str:
         with open_regular(path) as file:
             return file.read().decode()
     except (OSError, UnicodeDecodeError) as error:
+        reraise_if_signalled(error)
         raise refusal(f"{path}: expected text in UTF-8, got {error}") from error
 
 
@@ -196,7 +200,18 @@ def read_list(path: Path, kind: type[T], what: str, refusal: type[KVGraphError])
     except refusal:
         raise
     except (OSError, ValueError, RecursionError) as error:
+        reraise_if_signalled(error)
         raise refusal(f"{path}: expected a list of {what}, got a damaged file ({error})") from error
+
+
+def resolved(path: Path) -> Path:
+    """`path.resolve()`, which lets through what a signal handler raised: Python's own swallows an
+    OSError, unless it is strict."""
+    try:
+        return path.resolve(strict=True)
+    except OSError as error:
+        reraise_if_signalled(error)
+        return path.resolve()
 
 
 def inside(folder: Path, name: str) -> Path | None:
@@ -205,15 +220,16 @@ def inside(folder: Path, name: str) -> Path | None:
     ArtifactError for a relative path in a working folder that was removed.
     """
     try:
-        resolved = (folder / name).resolve()
+        path = resolved(folder / name)
     except FileNotFoundError as error:
         raise ArtifactError(
             f"{folder}: expected a working folder for a relative path, got one that was removed; "
             "change to another one, or give the whole path"
         ) from error
-    except (ValueError, OSError, RuntimeError):  # a NUL, too long a name, links in a circle
-        return None
-    is_inside = resolved.is_relative_to(folder.resolve()) and ".." not in PurePosixPath(name).parts
+    except (ValueError, OSError, RuntimeError) as error:
+        reraise_if_signalled(error)
+        return None  # a NUL, too long a name, links in a circle
+    is_inside = path.is_relative_to(resolved(folder)) and ".." not in PurePosixPath(name).parts
     return folder / name if is_inside and not name.startswith("/") else None
 
 
@@ -223,6 +239,7 @@ def reading(path: Path, refusal: type[KVGraphError]) -> Iterator[None]:
     try:
         yield
     except OSError as error:
+        reraise_if_signalled(error)
         # An error without `strerror` comes from this module (`open_regular`).
         if error.strerror is None or isinstance(error, FileNotFoundError):
             raise
@@ -235,8 +252,11 @@ def open_regular(path: Path) -> BinaryIO:
     """Open a regular file for reading; links are followed. Raises OSError for any other kind of
     file; a pipe does not block."""
     file = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    kind = KINDS[stat.S_IFMT(os.fstat(file).st_mode)]
-    if kind != "a file":
+    try:
+        kind = KINDS[stat.S_IFMT(os.fstat(file).st_mode)]
+        if kind != "a file":
+            raise OSError(f"expected a file, got {kind}")
+        return os.fdopen(file, "rb")
+    except BaseException:
         os.close(file)
-        raise OSError(f"expected a file, got {kind}")
-    return os.fdopen(file, "rb")
+        raise

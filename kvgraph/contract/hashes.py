@@ -18,6 +18,7 @@ from kvgraph.contract.plain import in_short
 from kvgraph.contract.threads import threads_needed
 from kvgraph.errors import ArtifactError
 from kvgraph.progress import Advance, task
+from kvgraph.signal_handlers import reraise_if_signalled
 
 CHUNK_BYTES = 16 << 20
 PIECE_BYTES = 256 << 10
@@ -143,7 +144,8 @@ def _is_link(folder: Path, name: str) -> bool:
         return False
     try:
         return any((folder / each).is_symlink() for each in (path, *path.parents[:-1]))
-    except OSError:  # too long a name
+    except OSError as error:  # too long a name
+        reraise_if_signalled(error)
         return False
 
 

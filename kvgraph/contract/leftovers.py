@@ -17,11 +17,12 @@ import stat
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
 from kvgraph.contract.plain import JsonObject
 from kvgraph.errors import ArtifactError
+from kvgraph.signal_handlers import ignoring, reraise_if_signalled
 
 OWNER, MADE = "owner", "made"
 
@@ -48,7 +49,7 @@ def owned(folder: Path, said: Mapping[str, str]) -> Iterator[None]:
             _lock(owner)
             os.write(owner, json.dumps(said).encode())
         except BaseException:
-            with suppress(OSError):  # without a file descriptor: there may be none
+            with ignoring(OSError):  # without a file descriptor: there may be none
                 path.unlink(missing_ok=True)
                 folder.rmdir()
             raise
@@ -62,6 +63,7 @@ def _lock(owner: int) -> None:
     try:
         fcntl.flock(owner, fcntl.LOCK_EX)
     except OSError as error:
+        reraise_if_signalled(error)
         if error.errno not in NO_LOCKS:
             raise
 
@@ -90,7 +92,7 @@ def _locked(folder: Path) -> Iterator[int]:
 def remove_if_empty(folder: Path) -> None:
     """Remove a folder of this user that is older than OLD_SECONDS, and holds nothing, or only an
     empty `owner` that no process has locked."""
-    with suppress(OSError):
+    with ignoring(OSError):
         found = folder.lstat()
         is_old = time.time() - found.st_mtime > OLD_SECONDS
         if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or not is_old:
@@ -118,7 +120,7 @@ def scratch(kind: str) -> Iterator[Path]:
             f"TMPDIR: expected a temporary folder that can be written, got {error.strerror!r}; set "
             "TMPDIR to one"
         ) from error
-    with suppress(OSError):
+    with ignoring(OSError):
         for left in parent.glob(f"{prefix}*"):
             _remove_unowned(left)
     folder = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
@@ -131,7 +133,7 @@ def scratch(kind: str) -> Iterator[Path]:
 
 
 def _remove_unowned(folder: Path) -> None:
-    with suppress(OSError, ValueError):
+    with ignoring(OSError, ValueError):
         if folder.is_symlink() or folder.stat().st_uid != os.geteuid():
             return
         with unowned(folder) as said:

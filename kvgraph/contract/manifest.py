@@ -34,6 +34,7 @@ from kvgraph.contract.plain import JsonObject, from_json, from_plain, in_short, 
 from kvgraph.contract.signature import GraphSignature
 from kvgraph.contract.versions import of_other, read_from
 from kvgraph.errors import ArtifactError
+from kvgraph.signal_handlers import reraise_if_signalled
 
 MANIFEST_NAME = "manifest.json"
 SCHEMA_VERSION = 2
@@ -358,6 +359,7 @@ def _damage(path: Path) -> Iterator[None]:
     except ArtifactError:
         raise
     except (OSError, ValueError, RecursionError) as error:  # not JSON, not UTF-8, wrong types
+        reraise_if_signalled(error)
         raise ArtifactError(
             f"{path}: expected a manifest, got a damaged one ({in_short(error)})"
         ) from error

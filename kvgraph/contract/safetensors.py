@@ -10,6 +10,7 @@ from pathlib import Path
 from kvgraph.contract.files import open_regular, reading
 from kvgraph.contract.plain import JsonObject
 from kvgraph.errors import ArtifactError
+from kvgraph.signal_handlers import reraise_if_signalled
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +40,7 @@ def read_layout(path: Path) -> dict[str, TensorAt]:
     except ArtifactError:
         raise
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        reraise_if_signalled(error)
         raise ArtifactError(
             f"{path}: expected safetensors, got a damaged header ({error})"
         ) from error

@@ -39,6 +39,7 @@ from kvgraph.kernels.variants import (
     SILU_MUL,
     Variant,
 )
+from kvgraph.signal_handlers import reraise_if_signalled
 
 UNPROVED = (
     "not shown by this: the machine code that ptxas makes of it, the driver, the order of memory "
@@ -311,6 +312,7 @@ def _read_ptx(path: Path, entry: str, arch: str) -> ptx.Kernel:
     except ArtifactError:
         raise
     except (OSError, EOFError, zlib.error, UnicodeDecodeError, KernelError) as error:
+        reraise_if_signalled(error)
         raise ArtifactError(f"{path}: expected the PTX of {entry}, got {error}") from error
     if module.target.rstrip("af") != arch:
         raise ArtifactError(f"{path}: expected PTX for {arch}, got one for {module.target}")

@@ -14,6 +14,7 @@ import tempfile
 from collections.abc import Iterator
 
 from kvgraph.errors import KernelError
+from kvgraph.signal_handlers import reraise_if_signalled
 
 LINE = re.compile(r"\s*/\*([0-9a-f]{4,})\*/\s+(.*?)\s*;")
 PRODUCT = re.compile(r"GMMA\S*\s+R\d+, (?:R(\d+)|gdesc)")
@@ -61,6 +62,7 @@ def _disassembled(cubin: bytes, disassembler: str, kernel: str) -> str:
         try:
             done = subprocess.run(command, check=True, capture_output=True, text=True)
         except (OSError, subprocess.SubprocessError) as error:
+            reraise_if_signalled(error)
             said = getattr(error, "stderr", None) or error
             why = str(said).strip().partition("\n")[0]
             raise KernelError(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import cached_property
 
@@ -32,6 +32,7 @@ from kvgraph.kv.requests import (
     require_context,
     require_steps,
 )
+from kvgraph.signal_handlers import ignoring
 
 
 class KVCacheManager(ABC):
@@ -187,7 +188,7 @@ class KVCacheManager(ABC):
             self.alloc_batch(replica_batches)
             yield
         except BaseException:
-            with suppress(Exception):
+            with ignoring(Exception):
                 self._release_all(claimed)
             raise
         self._release_all(claimed)

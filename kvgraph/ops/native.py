@@ -27,6 +27,7 @@ from kvgraph.contract.loading import next_step
 from kvgraph.errors import KernelError
 from kvgraph.ops.spec import Operand, OpSpec
 from kvgraph.ops.specs import ABI_VERSION, ALL_SPECS, DTYPE_CODES
+from kvgraph.signal_handlers import reraise_if_signalled
 
 Draw = tuple[float, float, float, int, float, int]
 """Temperature, top-p, a random number in [0, 1), top-k, min-p, and the address of an Edits or 0."""
@@ -118,6 +119,7 @@ def opened(
         dll = ctypes.CDLL(str(path))
         version = getattr(dll, entry)
     except (OSError, AttributeError) as error:
+        reraise_if_signalled(error)
         why = str(error).removeprefix(f"{path}: ")
         raise KernelError(
             f"{path}: expected a library of this kvgraph package, got one that cannot be opened "

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import zip_longest
@@ -26,7 +25,7 @@ from kvgraph.runtime.intact import require_intact
 from kvgraph.runtime.machine import require_machine, require_threads
 from kvgraph.runtime.ranks.launched import Launched, launched
 from kvgraph.runtime.sessions.weights import require_weights
-from kvgraph.signal_handlers import reraise_if_signalled
+from kvgraph.signal_handlers import ignoring, reraise_if_signalled
 
 if TYPE_CHECKING:
     from kvgraph.runtime.sessions.base import Session
@@ -246,7 +245,7 @@ def read(folder: str | Path, *, verify: bool | None = None) -> Artifact:
         own = launched() if artifact.ranks > 1 else None
         pending = Pending(verify is True, None if own is None else own.rank)
         artifact = replace(artifact, pending=pending)
-    with suppress(OSError):  # the working folder no longer exists
+    with ignoring(OSError):  # the working folder no longer exists
         artifact = replace(artifact, folder=folder.absolute())
     return artifact
 

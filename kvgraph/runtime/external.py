@@ -9,7 +9,6 @@ package onnx.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 
 from kvgraph.contract.file_names import ONNX_NAME, WEIGHTS_NAME
@@ -17,6 +16,7 @@ from kvgraph.contract.files import open_regular
 from kvgraph.contract.safetensors import read_layout
 from kvgraph.errors import ArtifactError
 from kvgraph.runtime.folder import ArtifactFolder
+from kvgraph.signal_handlers import ignoring
 
 GRAPH, INITIALIZER, NAME, EXTERNAL_DATA = 7, 5, 8, 13
 """Numbers of fields of ModelProto, GraphProto and TensorProto (two)."""
@@ -47,7 +47,7 @@ def _places(model: Path, location: str) -> dict[str, tuple[int, int]]:
     """First byte and size of each initializer in the file `location`; those in front of the first
     odd one if `model` is damaged."""
     found = {}
-    with suppress(OSError, ValueError, LookupError), open_regular(model) as file:
+    with ignoring(OSError, ValueError, LookupError), open_regular(model) as file:
         graph = b"".join(value for number, value in _fields(file.read()) if number == GRAPH)
         for tensor in (value for number, value in _fields(graph) if number == INITIALIZER):
             fields = list(_fields(tensor))

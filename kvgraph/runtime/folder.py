@@ -18,6 +18,7 @@ from kvgraph.contract.shards import shards_of
 from kvgraph.contract.signature import GraphSignature
 from kvgraph.contract.trees import MultiKVCacheParams, params_from_layout
 from kvgraph.errors import ArtifactError
+from kvgraph.signal_handlers import reraise_if_signalled
 
 FileState: TypeAlias = tuple[int, ...] | None
 
@@ -52,7 +53,8 @@ def state_of(path: Path) -> FileState:
     no such file."""
     try:
         stat = path.stat()
-    except (OSError, ValueError):  # ValueError: a NUL in its name
+    except (OSError, ValueError) as error:  # ValueError: a NUL in its name
+        reraise_if_signalled(error)
         return None
     return stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns
 
@@ -100,7 +102,8 @@ class ArtifactFolder:
             path = self.folder / name
             try:
                 kind = KINDS[stat.S_IFMT(path.stat().st_mode)]
-            except OSError:
+            except OSError as error:
+                reraise_if_signalled(error)
                 continue
             if kind != "a file":
                 raise ArtifactError(f"{path}: expected a file, got {kind}")

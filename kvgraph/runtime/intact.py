@@ -18,15 +18,15 @@ import json
 import os
 import time
 from collections.abc import Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import TypeAlias
 
-from kvgraph.contract.files import inside, open_regular, replacing
+from kvgraph.contract.files import inside, open_regular, replacing, resolved
 from kvgraph.contract.hashes import FileEntry, verify_files
 from kvgraph.contract.manifest import Manifest
 from kvgraph.contract.plain import to_json, to_plain
 from kvgraph.runtime.folder import files_of_rank
+from kvgraph.signal_handlers import ignoring, reraise_if_signalled
 
 Stamp: TypeAlias = dict[str, object]
 
@@ -65,7 +65,8 @@ def _stamp(folder: Path, expected: Mapping[str, FileEntry]) -> Stamp | None:
             return None
         try:
             stat = path.stat()
-        except OSError:
+        except OSError as error:
+            reraise_if_signalled(error)
             return None
         if max(stat.st_mtime_ns, stat.st_ctime_ns) > settled:
             return None
@@ -81,7 +82,7 @@ def _paths(folder: Path, rank: int | None) -> list[Path]:
         cache = Path(given) if os.path.isabs(given) else Path.home() / ".cache"
     except RuntimeError:
         return []
-    key = hashlib.sha256(os.fsencode(folder.resolve())).hexdigest()[:32]
+    key = hashlib.sha256(os.fsencode(resolved(folder))).hexdigest()[:32]
     names = [f"{key}.json"] if rank is None else [f"{key}.rank{rank}.json", f"{key}.json"]
     return [cache / "kvgraph" / "intact" / name for name in names]
 
@@ -90,13 +91,14 @@ def _read(path: Path) -> object:
     try:
         with open_regular(path) as file:
             stamp: object = json.loads(file.read())
-    except (OSError, ValueError, RecursionError):
+    except (OSError, ValueError, RecursionError) as error:
+        reraise_if_signalled(error)
         return None
     return stamp
 
 
 def _write(path: Path, stamp: Stamp) -> None:
-    with suppress(OSError):  # not writable for this user: the next start hashes again
+    with ignoring(OSError):  # not writable for this user: the next start hashes again
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         with replacing(path) as file:
             file.write(to_json(stamp))

@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from pathlib import Path
 
 from kvgraph.contract.devices import CUDA_ARCHS, PORTABLE, Target, code_of, processors
 from kvgraph.contract.plain import in_short
 from kvgraph.errors import ArtifactError, DeviceError, KVGraphError, RequestError, UnsupportedError
 from kvgraph.ops.cuda_native import launcher
+from kvgraph.signal_handlers import ignoring, reraise_if_signalled
 
 TOPOLOGY = Path("/sys/devices/system/cpu")
 CGROUPS, OWN_CGROUPS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
@@ -78,7 +78,7 @@ def memory_limit(cgroups: Path = CGROUPS, own: Path = OWN_CGROUPS) -> int | None
     found: list[int] = []
     for group in _groups("memory", cgroups, own):
         for name in ("memory.max", "memory.limit_in_bytes"):
-            with suppress(OSError, ValueError):  # none, or "max"
+            with ignoring(OSError, ValueError):  # none, or "max"
                 found.append(int((group / name).read_text(encoding="utf-8")))
     return min(found, default=None)
 
@@ -92,7 +92,7 @@ def memory(cgroups: Path = CGROUPS, own: Path = OWN_CGROUPS) -> int:
 
 def _groups(controller: str, cgroups: Path, own: Path) -> Iterator[Path]:
     """Yield the folders of the control groups in which `controller` bounds the process."""
-    with suppress(OSError, ValueError):
+    with ignoring(OSError, ValueError):
         for line in own.read_text(encoding="utf-8").splitlines():
             _, controllers, path = line.split(":", 2)
             if controllers and controller not in controllers.split(","):
@@ -105,11 +105,11 @@ def _groups(controller: str, cgroups: Path, own: Path) -> Iterator[Path]:
 
 def _granted(group: Path) -> Iterator[float]:
     """Yield the group's quota in processors, if it has one."""
-    with suppress(OSError, ValueError):
+    with ignoring(OSError, ValueError):
         quota, period = (group / "cpu.max").read_text(encoding="utf-8").split()
         if quota != "max":
             yield int(quota) / int(period)
-    with suppress(OSError, ValueError):
+    with ignoring(OSError, ValueError):
         quota, period = (
             (group / f"cpu.cfs_{name}_us").read_text(encoding="utf-8")
             for name in ("quota", "period")
@@ -173,5 +173,6 @@ def _number(arch: str) -> int:
 def _core(folder: Path, number: int) -> str:
     try:
         return (folder / "topology" / "thread_siblings_list").read_text(encoding="utf-8").strip()
-    except OSError:
+    except OSError as error:
+        reraise_if_signalled(error)
         return f"processor {number}"

@@ -18,6 +18,7 @@ from kvgraph.runtime.engine import Engine
 from kvgraph.runtime.prefix_file import FORMAT, Prefix, is_prefix, save_prefix
 from kvgraph.runtime.sampling import SamplingParams
 from kvgraph.runtime.turns import in_turn
+from kvgraph.signal_handlers import reraise_if_signalled
 
 
 @in_turn("write_prefix")
@@ -59,6 +60,7 @@ def _require_place(path: Path) -> None:
     try:
         require_replaceable(path, is_prefix, "an earlier prefix")
     except OSError as error:  # a NUL, or too long a name
+        reraise_if_signalled(error)
         raise RequestError(
             f"prefix: expected the path of a file, got {str(path)!r} ({error.strerror})"
         ) from error

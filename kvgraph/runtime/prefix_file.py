@@ -26,6 +26,7 @@ from kvgraph.contract.files import open_regular, reading, replacing
 from kvgraph.contract.plain import in_short
 from kvgraph.errors import ArtifactError
 from kvgraph.kv.tiers.store import KEY_BYTES, StoreStats
+from kvgraph.signal_handlers import reraise_if_signalled
 
 FORMAT = "kvgraph-prefix-1"
 FIELDS = ("format", "identity", "architecture", "fingerprint")
@@ -90,6 +91,7 @@ def _read(path: Path) -> tuple[dict[str, str], Tensors]:
     except FileNotFoundError as error:
         raise ArtifactError(f"{path}: expected a prefix of kvgraph prefill, got no file") from error
     except (SafetensorError, OSError, TypeError, AttributeError, ValueError) as error:
+        reraise_if_signalled(error)
         # TypeError, AttributeError: a dtype that NumPy lacks. ValueError: a NUL in the path.
         raise ArtifactError(
             f"{path}: expected a prefix of kvgraph prefill, got a damaged file ({error})"

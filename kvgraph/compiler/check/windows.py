@@ -10,6 +10,7 @@ import onnx
 
 from kvgraph.contract.file_names import ONNX_NAME
 from kvgraph.ops import OPSET_DOMAIN
+from kvgraph.signal_handlers import reraise_if_signalled
 
 
 def with_windows_cut(folder: Path, out: Path, most: int) -> Path:
@@ -24,7 +25,8 @@ def with_windows_cut(folder: Path, out: Path, most: int) -> Path:
         else:
             try:
                 os.link(path, copy)  # a reader may refuse symbolic links out of the folder
-            except OSError:  # a file system without links
+            except OSError as error:  # a file system without links
+                reraise_if_signalled(error)
                 shutil.copyfile(path, copy)
     return out
 

@@ -22,6 +22,7 @@ from kvgraph.compiler.frontends.found_instead import (
 from kvgraph.contract.dtypes import ALL
 from kvgraph.contract.files import open_regular, reading
 from kvgraph.errors import ModelError, UnsupportedError
+from kvgraph.signal_handlers import reraise_if_signalled
 
 MODELOPT_CONFIG = "hf_quant_config.json"
 """File in which older exports of modelopt describe the quantisation, which config.json leaves out.
@@ -118,6 +119,7 @@ def read_json(path: Path) -> object:
     except ModelError:
         raise
     except (OSError, ValueError, RecursionError) as error:
+        reraise_if_signalled(error)
         raise ModelError(f"{path}: expected JSON, got a damaged file ({error})") from error
 
 

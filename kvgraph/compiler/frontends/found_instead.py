@@ -22,6 +22,7 @@ from kvgraph.compiler.checkpoint_files import (
 from kvgraph.contract.files import kind_of
 from kvgraph.contract.manifest import MANIFEST_NAME
 from kvgraph.errors import ModelError
+from kvgraph.signal_handlers import reraise_if_signalled
 
 ADAPTER, PIPELINE = "adapter_config.json", "model_index.json"
 ADAPTER_WEIGHTS = "adapter_model."
@@ -179,7 +180,8 @@ def _entries(folder: Path, is_wanted: Callable[[str], bool]) -> list[str]:
             return sorted(
                 each.name for each in islice(entries, MOST_ENTRIES) if is_wanted(each.path)
             )
-    except OSError:
+    except OSError as error:
+        reraise_if_signalled(error)
         return []
 
 

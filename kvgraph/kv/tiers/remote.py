@@ -33,6 +33,7 @@ except ImportError as error:
     ) from error
 
 from kvgraph.kv.tiers.wire import Wire
+from kvgraph.signal_handlers import reraise_if_signalled
 
 TIMEOUT_SECONDS = 1.0
 """Longest time of one exchange with the server, connecting included."""
@@ -92,6 +93,7 @@ class RemoteStore:
             self._connect()
             self._count()
         except (redis.RedisError, OSError) as error:
+            reraise_if_signalled(error)
             reason = _reason(error)
             if reason:
                 self._wire.close()
@@ -270,6 +272,7 @@ class RemoteStore:
         try:
             yield
         except (redis.RedisError, OSError) as error:
+            reraise_if_signalled(error)
             pause = self._pause
             self._fail(error)
             log.warning("%s; pauses for %.0f s", self._stats.problem, pause)

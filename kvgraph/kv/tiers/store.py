@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, fields
 from typing import Protocol
 
 from kvgraph.kv.pool.identity import digest_of
+from kvgraph.signal_handlers import reraise_if_signalled
 
 KEY_BYTES = 32
 
@@ -143,9 +145,15 @@ def held_by_each(stores: Iterable[PageStore], keys: Iterable[bytes]) -> Iterator
 
 
 def close_all(stores: Iterable[PageStore]) -> None:
-    """Close all `stores`; the errors of some are logged."""
-    for store in stores:
-        try:
-            store.close()
-        except Exception:
-            log.exception("a tier failed")
+    """Close all `stores`, also if one is interrupted; the errors of some are logged."""
+    with ExitStack() as closing:
+        for store in stores:
+            closing.callback(_close, store)
+
+
+def _close(store: PageStore) -> None:
+    try:
+        store.close()
+    except Exception as error:
+        reraise_if_signalled(error)
+        log.exception("a tier failed")

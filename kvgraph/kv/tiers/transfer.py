@@ -35,6 +35,7 @@ from kvgraph.kv.pool.identity import chain
 from kvgraph.kv.pool.journal import PageStored
 from kvgraph.kv.requests import TextContext
 from kvgraph.kv.tiers.exchange import LeafPages
+from kvgraph.signal_handlers import reraise_if_signalled
 
 FORMAT = "kvgraph-transfer-1"
 PAGE_DIGEST_BYTES = 32
@@ -223,6 +224,7 @@ def _unbroken(connection: Connection) -> Iterator[None]:
         if isinstance(error, KVGraphError):
             raise
         connection.close()
+        reraise_if_signalled(error)
         is_page = isinstance(error, ProcessError)  # which holds the whole message
         raise TransferError(
             f"transfer: expected the other side to follow the protocol to its end, got "
@@ -309,6 +311,7 @@ def _block_of(size: int) -> Iterator[IO[bytes]]:
             else:
                 file.truncate(size)
         except OSError as error:
+            reraise_if_signalled(error)
             raise TransferError(
                 f"transfer: expected {size} bytes of shared memory in {folder}, got "
                 f"{error.strerror!r}; send them over the connection"

@@ -5,12 +5,14 @@ from __future__ import annotations
 import socket
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import Any
 
 import redis
 from redis.backoff import NoBackoff
 from redis.retry import Retry
+
+from kvgraph.signal_handlers import ignoring, reraise_if_signalled
 
 
 class Bounded:
@@ -70,6 +72,7 @@ class Wire:
             try:
                 wrap(unconnected).close()
             except (OSError, TypeError, ValueError) as error:
+                reraise_if_signalled(error)
                 raise ValueError(f"its ssl_ options: {error}") from error
 
     def connect(self) -> None:
@@ -100,18 +103,21 @@ class Wire:
 
     def close(self) -> None:
         self.is_connected = False
-        with suppress(redis.RedisError, OSError):
+        with ignoring(redis.RedisError, OSError):
             self._connection.disconnect()
 
     @contextmanager
     def _exchange(self) -> Iterator[None]:
-        """Run an exchange within the deadline; a parser's failure becomes an InvalidResponse."""
+        """Run an exchange within the deadline; a parser's failure becomes an InvalidResponse. An
+        error closes the connection, on which answers may still come."""
         try:
             with self._deadline():
                 yield
-        except (redis.RedisError, OSError):
-            raise
-        except Exception as error:
+        except BaseException as error:
+            self.close()
+            reraise_if_signalled(error)
+            if isinstance(error, redis.RedisError | OSError) or not isinstance(error, Exception):
+                raise
             raise redis.InvalidResponse(f"an answer that cannot be read: {error!r}") from error
 
     @contextmanager
@@ -129,7 +135,7 @@ class Wire:
     def _cut(self) -> None:
         sock = self._connection._sock  # there is no public name for it
         if sock is not None:
-            with suppress(OSError):
+            with ignoring(OSError):
                 sock.shutdown(socket.SHUT_RDWR)
 
 

@@ -12,11 +12,11 @@ import socket
 import struct
 import time
 from collections.abc import Sequence
-from contextlib import suppress
 
 from kvgraph.errors import RankError
 from kvgraph.ops.group import gone
 from kvgraph.runtime.ranks.launched import Launched
+from kvgraph.signal_handlers import ignoring, reraise_if_signalled
 
 HELLO = struct.Struct("32s i 4s")
 """The run's secret, the rank, and the purpose of the connection (LIFE or STEP)."""
@@ -53,6 +53,7 @@ def own_host(own: Launched) -> str:
             probe.connect(target)  # sends nothing
             return str(probe.getsockname()[0])
     except OSError as error:
+        reraise_if_signalled(error)
         name = f"interface {interface!r}" if interface else f"a way to {own.address!r}"
         raise RankError(f"rank {own.rank}: expected {name}, got {error}") from error
 
@@ -66,7 +67,7 @@ def _host_of(interface: str) -> str:
 def listen_for_store(port: int) -> socket.socket:
     """Listen at the run's port, on all networks of this machine."""
     if socket.has_dualstack_ipv6():
-        with suppress(OSError):  # IPv6 may be off
+        with ignoring(OSError):  # IPv6 may be off
             return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True)
     return socket.create_server(("", port))
 
@@ -79,6 +80,7 @@ def wait_for_port(own: Launched, timeout: float) -> None:
             socket.create_connection((own.address, own.port), timeout=_left(end)).close()
             return
         except OSError as error:
+            reraise_if_signalled(error)
             if time.monotonic() > end:
                 raise RankError(
                     f"rank 0: expected the run's store at {own.address}:{own.port}, got no answer "
@@ -120,7 +122,7 @@ def connect(
             kind, rank, connection = _accept(listener, wanted, secret.encode(), end, timeout)
             kinds[kind][rank] = connection
             wanted.discard((kind, rank))
-    except RankError:
+    except BaseException:
         for connections in kinds.values():
             close_all(connections)
         raise
@@ -139,7 +141,8 @@ def require_all(lifelines: Connections) -> None:
             ended = not lifeline.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
         except BlockingIOError:
             continue
-        except OSError:
+        except OSError as error:
+            reraise_if_signalled(error)
             ended = True
         if ended:
             raise gone(rank)
@@ -150,6 +153,7 @@ def _call(rank: int, address: Address, hello: bytes, end: float) -> socket.socke
         connection = socket.create_connection(address, timeout=_left(end))
         connection.sendall(hello)
     except OSError as error:
+        reraise_if_signalled(error)
         raise RankError(
             f"rank {rank}: expected it to take a connection at {address[0]}, got {error}"
         ) from error
@@ -169,6 +173,7 @@ def _accept(
         try:
             connection, _ = listener.accept()
         except OSError as error:
+            reraise_if_signalled(error)
             missing = min(rank for _, rank in wanted)
             raise RankError(
                 f"rank {missing}: expected a connection from it in {timeout:g} s, got none"
@@ -182,7 +187,7 @@ def _accept(
 def _hello(connection: socket.socket, end: float) -> tuple[bytes, int, bytes] | None:
     connection.settimeout(min(_left(end), HELLO_SECONDS))
     data = b""
-    with suppress(OSError):
+    with ignoring(OSError):
         while len(data) < HELLO.size and (more := connection.recv(HELLO.size - len(data))):
             data += more
     return HELLO.unpack(data) if len(data) == HELLO.size else None

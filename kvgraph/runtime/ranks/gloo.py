@@ -23,6 +23,7 @@ from torch.distributed.distributed_c10d import ProcessGroupGloo, Store, Work
 
 from kvgraph.contract.dims import Array
 from kvgraph.errors import RankError
+from kvgraph.signal_handlers import ignoring
 
 SLACK_SECONDS = 60.0
 """Time by which gloo's deadline is later than ours, which names the missing rank."""
@@ -74,24 +75,29 @@ class Gloo:
         A thread that waits for a rank would continue until gloo's deadline. gloo has no call to
         stop it, so its connections are shut down.
         """
-        if self._work is not None and not self._work.is_completed():
-            for number in self._connections:
-                with suppress(OSError), socket.socket(fileno=os.dup(number)) as connection:
-                    connection.getpeername()  # OSError for a listening one: gloo would abort
-                    connection.shutdown(socket.SHUT_RDWR)
-        held = [self._work, self._group]
-        self._work = self._group = None
-        ending = threading.Thread(target=held.clear, daemon=True)
-        with suppress(RuntimeError):  # no thread can start while the interpreter exits
-            ending.start()
-            ending.join(CLOSING_SECONDS)
+        try:
+            if self._work is not None and not self._work.is_completed():
+                self._shut_down()
+        finally:
+            held = [self._work, self._group]
+            self._work = self._group = None
+            ending = threading.Thread(target=held.clear, daemon=True)
+            with suppress(RuntimeError):  # no thread can start while the interpreter exits
+                ending.start()
+                ending.join(CLOSING_SECONDS)
+
+    def _shut_down(self) -> None:
+        for number in self._connections:
+            with ignoring(OSError), socket.socket(fileno=os.dup(number)) as connection:
+                connection.getpeername()  # OSError for a listening one: gloo would abort
+                connection.shutdown(socket.SHUT_RDWR)
 
 
 def _sockets() -> set[int]:
     """File descriptors of this process's sockets."""
     found = set()
     for name in os.listdir("/proc/self/fd"):
-        with suppress(OSError):
+        with ignoring(OSError):
             if stat.S_ISSOCK(os.fstat(int(name)).st_mode):
                 found.add(int(name))
     return found

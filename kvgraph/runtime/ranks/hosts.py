@@ -43,6 +43,7 @@ from kvgraph.runtime.ranks.connections import (
 from kvgraph.runtime.ranks.launched import Launched
 from kvgraph.runtime.ranks.meeting import Facts, require_equal
 from kvgraph.runtime.ranks.wire import Wire, require_linux
+from kvgraph.signal_handlers import reraise_if_signalled
 
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
@@ -163,6 +164,7 @@ def _store(own: Launched, timeout: float) -> Store:
         try:
             listener = listen_for_store(own.port)
         except OSError as error:
+            reraise_if_signalled(error)
             raise RankError(
                 f"rank 0: expected a free port for the run's store at {where}, got {error}"
             ) from error

@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from typing import Any
 
@@ -175,11 +175,16 @@ class LeaderSession(Session):
 
 def end_ranks(wires: Sequence[Wire], group: Group, ended: Callable[[], None]) -> None:
     """End the ranks at `wires`. `ended` waits for them. Idempotent."""
-    try:
-        group.close()  # also the run's store: followers of the next engine would look there
-    finally:
+    with ExitStack() as ending:  # from the last one, all also if one is interrupted
+        ending.callback(ended)
         for wire in wires:
-            with suppress(RankError):
-                wire.send({"close": 1})
-            wire.close()
-        ended()
+            ending.callback(_end, wire)
+        group.close()  # also the run's store: followers of the next engine would look there
+
+
+def _end(wire: Wire) -> None:
+    try:
+        with suppress(RankError):
+            wire.send({"close": 1})
+    finally:
+        wire.close()

@@ -21,6 +21,7 @@ from kvgraph.ops.group import Group, is_readable, shared_bytes
 from kvgraph.runtime.ranks.connections import RETRY_SECONDS
 from kvgraph.runtime.ranks.launched import Launched
 from kvgraph.runtime.ranks.wire import Wire, mapped, require_linux, shared_file
+from kvgraph.signal_handlers import reraise_if_signalled
 
 HELLO_SECONDS = 2.0
 """Time in which a connected process must send its rank."""
@@ -68,6 +69,7 @@ def _welcome(own: Launched, facts: Facts, timeout: float, wires: list[Wire]) -> 
             try:
                 connection, _ = listener.accept()
             except TimeoutError as error:
+                reraise_if_signalled(error)
                 missing = [rank for rank in range(own.size) if rank not in pids]
                 raise own.missing(missing, timeout) from error
             pid, uid = _credentials(connection)
@@ -139,7 +141,8 @@ def _runs_on(pid: int) -> bool:
     """Whether a process goes on for PARTING_SECONDS: it does not end because it has failed."""
     try:
         exit = os.pidfd_open(pid)
-    except OSError:
+    except OSError as error:
+        reraise_if_signalled(error)
         return False
     ready = select.poll()
     ready.register(exit, select.POLLIN)
@@ -194,6 +197,7 @@ def _connected(own: Launched, timeout: float) -> socket.socket:
             break
         except OSError as error:
             connection.close()
+            reraise_if_signalled(error)
             if time.monotonic() > deadline:
                 raise RankError(
                     f"rank 0: expected it to join within {timeout:g} s, got no answer"

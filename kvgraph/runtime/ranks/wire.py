@@ -25,6 +25,7 @@ from kvgraph.contract.dims import Array
 from kvgraph.contract.dtypes import DTYPES
 from kvgraph.errors import RankError, UnsupportedError
 from kvgraph.ops.group import gone, is_readable
+from kvgraph.signal_handlers import reraise_if_signalled
 
 MOST_HEADER_BYTES = 1 << 20
 MOST_ARRAY_BYTES = 1 << 31
@@ -53,10 +54,12 @@ class Wire:
                 data = data[sent:]
             self._socket.sendall(data)
         except TimeoutError as error:
+            reraise_if_signalled(error)
             raise RankError(
                 f"rank {self.peer}: expected it to read a message in time, it did not"
             ) from error
         except OSError as error:
+            reraise_if_signalled(error)
             raise self._gone() from error
 
     def receive(self) -> tuple[dict[str, Any], list[Array], int | None]:
@@ -105,10 +108,12 @@ class Wire:
         try:
             data, files, _, _ = socket.recv_fds(self._socket, 4, 1)
         except TimeoutError as error:
+            reraise_if_signalled(error)
             if error.errno is not None:  # from the system: the peer's machine does not answer
                 raise self._gone() from error
             raise RankError(f"rank {self.peer}: expected a message, got none") from error
         except OSError as error:
+            reraise_if_signalled(error)
             raise self._gone() from error
         if not data:
             raise self._gone()
@@ -122,6 +127,7 @@ class Wire:
             try:
                 more = self._socket.recv_into(view[got:])
             except OSError as error:
+                reraise_if_signalled(error)
                 raise self._gone() from error
             if not more:
                 raise self._gone()
@@ -161,6 +167,7 @@ def shared_file(nbytes: int) -> int:
             os.close(file)
             raise
     except OSError as error:
+        reraise_if_signalled(error)
         raise RankError(
             f"rank 0: expected {nbytes} bytes of memory to share with other ranks, got "
             f"{error.strerror!r}; raise the limits of its process (ulimit -f, ulimit -n)"

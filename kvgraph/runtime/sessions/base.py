@@ -18,12 +18,7 @@ from kvgraph.contract.dims import Array, TensorType
 from kvgraph.contract.files import reading
 from kvgraph.contract.hashes import is_intact
 from kvgraph.contract.host_memory import host_zeros
-from kvgraph.contract.inputs import (
-    Buffer,
-    KVCacheInputs,
-    KVCacheInputsInterface,
-    ModelInputs,
-)
+from kvgraph.contract.inputs import Buffer, KVCacheInputs, KVCacheInputsInterface, ModelInputs
 from kvgraph.contract.params import KVCacheParamInterface, KVCacheStrategy
 from kvgraph.contract.signature import LOGITS_INDICES, OWN_INPUTS, Typed
 from kvgraph.errors import ArtifactError, BindingError
@@ -31,6 +26,7 @@ from kvgraph.kv.memory import DEFAULT_BATCH_TOKENS
 from kvgraph.runtime.folder import ArtifactFolder
 from kvgraph.runtime.native_calls import RUNNING, Ending, refuse
 from kvgraph.runtime.turns import Turns
+from kvgraph.signal_handlers import reraise_if_signalled
 
 FEW = 32
 """Up to this many numbers are compared one by one: NumPy takes 28 us with cold CPU caches."""
@@ -289,6 +285,7 @@ class MappedFile:
         try:
             self._file = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
         except OSError as error:
+            reraise_if_signalled(error)
             raise ArtifactError(
                 f"{self._path}: expected a file that can be read, got {error.strerror!r}"
             ) from error

@@ -110,6 +110,7 @@ def _unpacked(package: Path) -> Iterator[str]:
                 files.extractall(folder)
                 yield str(folder)
         except (OSError, RuntimeError) as error:
+            reraise_if_signalled(error)
             why = NOT_MAPPED if isinstance(error, RuntimeError) else error.strerror
             if why is None or why not in str(error):
                 raise

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from kvgraph.contract.files import KINDS, kind_of
 from kvgraph.errors import StoreError
+from kvgraph.signal_handlers import ignoring
 
 FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 FILE = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
@@ -89,7 +90,7 @@ class PrivateFolder:
             os.unlink(name, dir_fd=self.fd)
 
     def close(self) -> None:
-        with suppress(OSError):
+        with ignoring(OSError):
             os.close(self.fd)
 
     def _status(self, name: str) -> os.stat_result | None:

@@ -7,8 +7,8 @@ import logging
 import os
 import re
 import sqlite3
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 from kvgraph.contract.files import kind_of
@@ -16,6 +16,7 @@ from kvgraph.kv.tiers.disk.folder import FOLDER, DamagedError, PrivateFolder
 from kvgraph.kv.tiers.disk.index import INDEX, Index
 from kvgraph.kv.tiers.disk.owners import OWNER, Owner
 from kvgraph.kv.tiers.disk.slabs import SLAB, Slabs
+from kvgraph.signal_handlers import ignoring
 
 FORMAT = "kvgraph-1"
 """Format name; its number is raised when the meaning of anything in the folder changes."""
@@ -64,13 +65,14 @@ class Generation:
         return os.fstat(self._folder.fd)
 
     def close(self) -> None:
-        if hasattr(self, "owner"):
-            self.owner.close()
-        self.slabs.close()
-        if hasattr(self, "index"):
-            with suppress(sqlite3.Error):
-                self.index.close()
-        self._folder.close()
+        with ExitStack() as parts:  # closed from the last one
+            parts.callback(self._folder.close)
+            if hasattr(self, "index"):
+                parts.enter_context(suppress(sqlite3.Error))
+                parts.callback(self.index.close)
+            parts.callback(self.slabs.close)
+            if hasattr(self, "owner"):
+                parts.callback(self.owner.close)
 
 
 def open_newest(
@@ -91,22 +93,26 @@ def open_newest(
         try:
             if damaged is not None and found and os.path.samestat(path.lstat(), damaged):
                 raise DamagedError("it failed in use")
-            opened = _prepared(path, fingerprint, prepare)
+            return _prepared(path, fingerprint, prepare, found[:-1])
         except DamagedError as error:
             log.warning("%s: the index is damaged (%s); the tier starts again", path, error)
             PrivateFolder(folder, f"{FORMAT}.{number + 1}").close()
             _remove(path)
-            continue
-        for old in found[:-1]:
-            _remove(folder / f"{FORMAT}.{old}")
-        return opened
     raise OSError(errno.EIO, "new files were damaged too")
 
 
-def _prepared(path: Path, fingerprint: bytes, prepare: Callable[[Generation], None]) -> Generation:
+def _prepared(
+    path: Path,
+    fingerprint: bytes,
+    prepare: Callable[[Generation], None],
+    before: Sequence[int],
+) -> Generation:
+    """Open a generation, call `prepare` on it, and remove those `before` it."""
     opened = Generation(path, fingerprint)
     try:
         prepare(opened)
+        for old in before:
+            _remove(path.with_name(f"{FORMAT}.{old}"))
     except BaseException:
         opened.close()
         raise
@@ -142,11 +148,11 @@ def _first_free(folder: Path) -> int:
 
 def _remove(path: Path) -> None:
     """Remove a generation's files, and its folder unless it has other files."""
-    with suppress(OSError):
+    with ignoring(OSError):
         folder = os.open(path, FOLDER)
         try:
             for name in filter(OURS.fullmatch, os.listdir(folder)):
-                with suppress(OSError):
+                with ignoring(OSError):
                     os.unlink(name, dir_fd=folder)
         finally:
             os.close(folder)

@@ -10,11 +10,12 @@ import fcntl
 import os
 import re
 import secrets
-from contextlib import suppress
+from contextlib import ExitStack
 
 from kvgraph.contract.leftovers import NO_LOCKS
 from kvgraph.errors import StoreError
 from kvgraph.kv.tiers.disk.folder import PrivateFolder
+from kvgraph.signal_handlers import ignoring, reraise_if_signalled
 
 OWNER = re.compile(r"([0-9a-f]{16})\.owner")
 
@@ -45,6 +46,7 @@ class Owner:
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX)
         except OSError as error:
+            reraise_if_signalled(error)
             if error.errno not in NO_LOCKS:
                 raise
             raise StoreError(
@@ -77,7 +79,7 @@ class Owner:
 
     def trust_index(self) -> None:
         """Tell others that the index need not be checked while this process lives."""
-        with suppress(OSError):  # then they check it
+        with ignoring(OSError):  # then they check it
             os.ftruncate(self._file, 1)  # needs no block of a full disk
 
     def remove(self) -> None:
@@ -90,11 +92,12 @@ class Owner:
     def close(self) -> None:
         """Remove the owner's file and release its lock; in a fork the file stays: it is the
         parent's."""
-        with suppress(OSError):
+        with ExitStack() as parts:
+            parts.enter_context(ignoring(OSError))
+            parts.callback(os.close, self._file)
+            parts.enter_context(ignoring(OSError))
             if self._process == os.getpid():
                 self._folder.remove(_name(self.token))
-        with suppress(OSError):
-            os.close(self._file)
 
 
 def _name(token: str) -> str:

@@ -7,10 +7,11 @@ import errno
 import os
 import re
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import ExitStack
 from typing import NamedTuple
 
 from kvgraph.kv.tiers.disk.folder import PrivateFolder
+from kvgraph.signal_handlers import ignoring
 
 BLOCK = 4096
 """Slots start at a block of the file system, so that an evicted slot can free its blocks."""
@@ -72,10 +73,10 @@ class Slabs:
         self._libc.fallocate(self._file(at.stride), KEEP_SIZE_AND_PUNCH_HOLE, *span)
 
     def close(self) -> None:
-        for file in self._files.values():
-            with suppress(OSError):
-                os.close(file)
-        self._files.clear()
+        with ExitStack() as files:
+            while self._files:
+                files.enter_context(ignoring(OSError))
+                files.callback(os.close, self._files.popitem()[1])
 
     def _file(self, stride: int) -> int:
         file = self._files.get(stride)

@@ -51,6 +51,7 @@ from kvgraph.kv.tiers.disk.generation import Generation, open_newest, other_vers
 from kvgraph.kv.tiers.disk.index import HeldPage, NewPage
 from kvgraph.kv.tiers.disk.slabs import Slot, stride_of
 from kvgraph.kv.tiers.store import StoreStats
+from kvgraph.signal_handlers import reraise_if_signalled
 
 BATCH_PAGES, BATCH_BYTES, BATCH_SHARE = 64, 16 << 20, 8
 """Bounds of slots claimed, and pages published, at once: a number, bytes, and 1/8 of the limit."""
@@ -109,6 +110,7 @@ class DiskStore:
         try:
             self._open()
         except (OSError, sqlite3.Error) as error:
+            reraise_if_signalled(error)
             if isinstance(error, OSError) and error.errno in MISTAKES:
                 raise StoreError(
                     f"disk tier {folder}: expected a folder that can be written, "
@@ -173,10 +175,14 @@ class DiskStore:
         self._writable_at = 0.0  # the last try does not wait for the end of a pause
         if self._to_clear:
             self._usable_at = 0.0
-        self.flush()
-        with self._degrading() as files:
-            if files is not None:
-                files.index.release([files.owner.token])
+        try:
+            self.flush()
+            with self._degrading() as files:
+                if files is not None:
+                    files.index.release([files.owner.token])
+        except BaseException:
+            self._let_go()
+            raise
         if self._to_clear and not self._is_closed:
             log.warning(
                 "disk tier %s: could not be emptied: its pages from before are still there, and "
@@ -336,6 +342,7 @@ class DiskStore:
             self._damaged = self._files.status() if self._files else None
             self._let_go()
         except (OSError, sqlite3.Error, StoreError) as error:
+            reraise_if_signalled(error)
             before = self._stats.problem
             self._pause(error, is_write)
             if self._stats.problem != before:
@@ -361,9 +368,9 @@ class DiskStore:
     def _let_go(self) -> None:
         self._stats.dropped += len(self._pending)
         self._begin()
-        if self._files is not None:
-            self._files.close()
-            self._files = None
+        files, self._files = self._files, None
+        if files is not None:
+            files.close()
 
     def _pause(self, error: Exception, is_write: bool) -> None:
         """Miss, or only drop, for PAUSE_SECONDS; lost files are opened again after that."""

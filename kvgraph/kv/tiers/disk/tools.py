@@ -20,6 +20,7 @@ from kvgraph.kv.tiers.disk.generation import (
 )
 from kvgraph.kv.tiers.disk.index import INDEX
 from kvgraph.kv.tiers.disk.reading import ModelPages, pages_by_model
+from kvgraph.signal_handlers import reraise_if_signalled
 
 
 class Progress(NamedTuple):
@@ -100,6 +101,7 @@ def _telling(folder: Path) -> Iterator[None]:
             f"opens the folder starts again, and so does kvgraph cache clear"
         ) from error
     except OSError as error:
+        reraise_if_signalled(error)
         raise StoreError(
             f"{folder}: expected a folder that can be read and written, "
             f"got {error.strerror or str(error)!r}; give a copy of it in another place"

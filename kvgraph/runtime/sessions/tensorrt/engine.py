@@ -23,6 +23,7 @@ from kvgraph.runtime.folder import ArtifactFolder
 from kvgraph.runtime.sessions.cuda_driver import CudaDevice
 from kvgraph.runtime.sessions.cuda_errors import opening_error, step_error
 from kvgraph.runtime.sessions.tensorrt.bindings import require_bindings
+from kvgraph.signal_handlers import reraise_if_signalled
 
 if TYPE_CHECKING:
     from tensorrt_rtx import IExecutionContext, ILogger
@@ -111,6 +112,7 @@ def _mapped(path: Path) -> npt.NDArray[np.uint8]:
     try:
         return np.memmap(path, np.uint8, "r")
     except (OSError, ValueError) as error:  # missing, or empty
+        reraise_if_signalled(error)
         raise ArtifactError(f"{path}: expected a file from the manifest, got {error}") from error
 
 
