@@ -28,15 +28,19 @@ if TYPE_CHECKING:
 
 
 def show(folder: Path, manifest: Manifest, to: Console) -> None:
-    """Print facts, bindings, ops, passes, kernels (CUDA only) and files of an artifact."""
+    """Print facts, bindings, ops, passes, kernels (CUDA only) and files of an artifact.
+
+    ArtifactError, with nothing printed, for a damaged file.
+    """
+    paths = [name for name in manifest.files if name.endswith(f"/{KERNELS_NAME}")]
+    of_kernels = [kernels(folder, paths, manifest.executed)] if paths else []
     to.print(facts(manifest))
     to.print(bindings(manifest))
     to.print(ops(manifest))
     for line in passes(manifest):
         to.print(line, soft_wrap=True)
-    if paths := [name for name in manifest.files if name.endswith(f"/{KERNELS_NAME}")]:
-        to.print(kernels(folder, paths, manifest.executed))
-    to.print(files(manifest))
+    for table in (*of_kernels, files(manifest)):
+        to.print(table)
 
 
 def facts(manifest: Manifest) -> Table:

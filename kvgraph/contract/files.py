@@ -15,7 +15,7 @@ from pathlib import Path, PurePosixPath
 from typing import BinaryIO, TypeVar
 
 from kvgraph.contract.manifest_values import require_plain_text
-from kvgraph.contract.plain import JsonObject, from_plain
+from kvgraph.contract.plain import JsonObject, from_plain, in_short
 from kvgraph.errors import ArtifactError, KVGraphError, RequestError
 from kvgraph.signal_handlers import reraise_if_signalled
 
@@ -183,7 +183,7 @@ def read_fields(path: Path, refusal: type[KVGraphError]) -> JsonObject:
     try:
         fields = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise refusal(f"{path}: expected JSON, got a damaged file ({error})") from error
+        raise refusal(f"{path}: expected JSON, got a damaged file ({in_short(error)})") from error
     if not isinstance(fields, dict):
         raise refusal(f"{path}: expected fields, got {type(fields).__name__}")
     return fields
@@ -201,7 +201,9 @@ def read_list(path: Path, kind: type[T], what: str, refusal: type[KVGraphError])
         raise
     except (OSError, ValueError, RecursionError) as error:
         reraise_if_signalled(error)
-        raise refusal(f"{path}: expected a list of {what}, got a damaged file ({error})") from error
+        raise refusal(
+            f"{path}: expected a list of {what}, got a damaged file ({in_short(error)})"
+        ) from error
 
 
 def resolved(path: Path) -> Path:

@@ -28,6 +28,7 @@ from kvgraph.contract.manifest_values import (
     require_model,
     require_plain_text,
     require_profile,
+    require_quality,
 )
 from kvgraph.contract.mixtures import Mixture
 from kvgraph.contract.plain import JsonObject, from_json, from_plain, in_short, to_json, to_plain
@@ -336,17 +337,16 @@ def _require_values(manifest: Manifest) -> None:
     for name, count in manifest.ops.items():
         if count < 1:
             raise ValueError(f"ops.{name}: expected >= 1, got {count}")
-    if manifest.quality and not manifest.quality.reference_perplexity > 0:
-        perplexity = manifest.quality.reference_perplexity
-        raise ValueError(f"quality.reference_perplexity: expected > 0, got {perplexity}")
-    for index, mixture in enumerate(manifest.mixtures):
-        if not 0 <= mixture.active <= mixture.experts or mixture.experts < 1:
-            raise ValueError(
-                f"mixtures[{index}].active: expected 0 to {mixture.experts} experts of 1 or more, "
-                f"got {mixture.active}"
-            )
-    for name in ("layers", "mixtures", "executed", "collectives"):
+    if manifest.quality:
+        require_quality(to_plain(manifest.quality))
+    for name in ("layers", "passes", "mixtures", "executed", "collectives"):
         require_counts(name, getattr(manifest, name))
+    for index, mixture in enumerate(manifest.mixtures):
+        if not 0 <= mixture.active <= mixture.experts:
+            raise ValueError(
+                f"mixtures[{index}].active: expected 0 to {mixture.experts} experts, got "
+                f"{mixture.active}"
+            )
     places = {(layer.leaf, layer.index) for layer in manifest.layers}
     require_layers(places, require_layout("layout", manifest.layout).leaves)
 

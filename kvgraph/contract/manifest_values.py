@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping, Sequence, Set
 from typing import TYPE_CHECKING
@@ -20,6 +21,18 @@ DIGEST = re.compile("[0-9a-f]{64}")
 
 MOST = (1 << 31) - 1
 """The largest number of rows or tokens: graphs have them in int32."""
+
+
+AT_LEAST_ONE = {
+    ("mixtures", "layers"),
+    ("mixtures", "experts"),
+    ("mixtures", "parameters"),
+    ("mixtures", "bytes"),
+    ("executed", "steps"),
+    ("collectives", "count"),
+    ("collectives", "bytes"),
+}
+"""Records and their integers that are at least 1."""
 
 
 def require_model(model: JsonObject) -> None:
@@ -87,11 +100,27 @@ def require_layers(places: Set[tuple[str, int]], leaves: Mapping[str, KVCachePar
 
 
 def require_counts(name: str, records: Sequence[object]) -> None:
-    """Raise ValueError for an integer of a record that is not in [0, 2**63)."""
+    """Raise ValueError for an integer of a record that is not in [0, 2**63), or in [1, 2**63) where
+    a record of none is not written."""
     for index, record in enumerate(records):
         for key, value in to_plain(record).items():
-            if isinstance(value, int) and not 0 <= value < 1 << 63:
-                raise ValueError(f"{name}[{index}].{key}: expected 0 to 2**63 - 1, got {value}")
+            least = 1 if (name, key) in AT_LEAST_ONE else 0
+            if isinstance(value, int) and not least <= value < 1 << 63:
+                raise ValueError(
+                    f"{name}[{index}].{key}: expected {least} to 2**63 - 1, got {value}"
+                )
+
+
+def require_quality(quality: JsonObject) -> None:
+    """Raise ValueError for figures that no text and model give."""
+    if quality["tokens"] < 1:
+        raise ValueError(f"quality.tokens: expected >= 1, got {quality['tokens']}")
+    for name in ("perplexity", "reference_perplexity"):
+        if not 0 < quality[name] < math.inf:
+            raise ValueError(f"quality.{name}: expected a number > 0, got {quality[name]}")
+    if not 0 <= quality["agreement"] <= 1:
+        raise ValueError(f"quality.agreement: expected 0 to 1, got {quality['agreement']}")
+    require_digest("quality.sha256", quality["sha256"])
 
 
 def require_plain_text(value: object) -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvgraph.contract.files import open_regular, reading
-from kvgraph.contract.plain import JsonObject
+from kvgraph.contract.plain import JsonObject, in_short
 from kvgraph.errors import ArtifactError
 from kvgraph.signal_handlers import reraise_if_signalled
 
@@ -42,7 +42,7 @@ def read_layout(path: Path) -> dict[str, TensorAt]:
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         reraise_if_signalled(error)
         raise ArtifactError(
-            f"{path}: expected safetensors, got a damaged header ({error})"
+            f"{path}: expected safetensors, got a damaged header ({in_short(error)})"
         ) from error
 
 

@@ -23,6 +23,7 @@ from pathlib import Path
 from kvgraph import ptx
 from kvgraph.contract.files import reading
 from kvgraph.contract.manifest import ExecutedKernel, Manifest, read_measured, write_manifest
+from kvgraph.contract.plain import in_short
 from kvgraph.errors import ArtifactError, KernelError
 from kvgraph.kernels import matrix_trials, trials
 from kvgraph.kernels.linear_plan import roles_of
@@ -313,9 +314,15 @@ def _read_ptx(path: Path, entry: str, arch: str) -> ptx.Kernel:
         raise
     except (OSError, EOFError, zlib.error, UnicodeDecodeError, KernelError) as error:
         reraise_if_signalled(error)
-        raise ArtifactError(f"{path}: expected the PTX of {entry}, got {error}") from error
+        raise ArtifactError(
+            f"{path}: expected the PTX of {entry}, got {in_short(error)}"
+        ) from error
     if module.target.rstrip("af") != arch:
-        raise ArtifactError(f"{path}: expected PTX for {arch}, got one for {module.target}")
+        raise ArtifactError(
+            f"{path}: expected PTX for {arch}, got one for {in_short(module.target)}"
+        )
     if entry not in module.kernels:
-        raise ArtifactError(f"{path}: expected entry {entry}, got {sorted(module.kernels)}")
+        raise ArtifactError(
+            f"{path}: expected entry {entry}, got {in_short(sorted(module.kernels))}"
+        )
     return module.kernels[entry]

@@ -197,11 +197,12 @@ class AttentionShape:
         self.cache.check()
         is_wide = self.cache.head_dim > WIDE_HEAD
         most = WIDE_GROUP if is_wide else MAX_GROUP
-        if self.heads % self.cache.kv_heads or not 1 <= self.group <= most:
+        kv_heads = self.cache.kv_heads
+        if kv_heads < 1 or self.heads % kv_heads or not 1 <= self.group <= most:
             width = f" of {self.cache.head_dim} elements" if is_wide else ""
             raise UnsupportedError(
                 f"num_heads: expected 1 to {most} query heads for each of "
-                f"{self.cache.kv_heads} kv heads{width}, got {self.heads}"
+                f"{kv_heads} kv heads{width}, got {self.heads}"
             )
 
 

@@ -11,9 +11,10 @@ from pathlib import Path
 from kvgraph.contract.file_names import KERNELS_NAME
 from kvgraph.contract.files import inside, read_list
 from kvgraph.contract.manifest import read_manifest
+from kvgraph.contract.plain import in_short
 from kvgraph.errors import ArtifactError, KVGraphError
 from kvgraph.kernels.shapes import SHARED_MEMORY
-from kvgraph.kernels.variants import KERNELS, Constant, Variant
+from kvgraph.kernels.variants import ALIGNMENT, KERNELS, Constant, Variant
 
 KERNELS_FILE = re.compile(rf"kernels/(sm_\d+)/{re.escape(KERNELS_NAME)}")
 KNOWN = {kernel.name: kernel for kernel in KERNELS}
@@ -78,7 +79,7 @@ def fitting(kernel: StoredKernel) -> Iterator[None]:
     except (KeyError, ValueError, TypeError, ArithmeticError) as error:
         raise ArtifactError(
             f"{kernel.path}: expected the constants of a kernel of this version of kvgraph, got "
-            f"others ({type(error).__name__}: {error}); compile it again"
+            f"others ({type(error).__name__}: {in_short(error)}); compile it again"
         ) from error
 
 
@@ -93,14 +94,15 @@ def read_entries(folder: Path, arch: str, files: Container[str]) -> list[KernelE
     for entry in entries:
         if entry.arch != arch:
             raise ArtifactError(
-                f"{path}: {entry.file!r}: expected a kernel for {arch}, got one for {entry.arch!r}"
+                f"{path}: {in_short(repr(entry.file))}: expected a kernel for {arch}, got one for "
+                f"{in_short(repr(entry.arch))}"
             )
         for name in (entry.file, entry.ptx):
             listed = f"kernels/{arch}/{name}"
             if name is not None and (listed not in files or inside(folder, listed) is None):
                 raise ArtifactError(
-                    f"{path}: expected files that the manifest lists, got {name!r}; compile the "
-                    "model again"
+                    f"{path}: expected files that the manifest lists, got {in_short(repr(name))}; "
+                    "compile the model again"
                 )
     return entries
 
@@ -130,12 +132,21 @@ def _stored_of(folder: Path, arch: str, files: Container[str]) -> list[StoredKer
 
 def _stored(folder: Path, entry: KernelEntry) -> StoredKernel:
     file = folder / entry.file
-    ours = f"{file}: expected a kernel of this version of kvgraph"
     if entry.ptx is None:
         raise ArtifactError(
             f"{file}: expected its PTX beside it, got an artifact from before artifacts had it; "
             "compile it again"
         )
+    variant = variant_of(file, entry)
+    return StoredKernel(variant, entry.arch, entry.entry, entry.shared, folder / entry.ptx)
+
+
+def variant_of(file: Path, entry: KernelEntry) -> Variant:
+    """The variant that the cubin `file` was compiled from.
+
+    ArtifactError if this version has no such kernel, or another launch of it than `entry` says.
+    """
+    ours = f"{file}: expected a kernel of this version of kvgraph"
     try:
         most = SHARED_MEMORY[entry.arch]
         variant = Variant(
@@ -149,14 +160,22 @@ def _stored(folder: Path, entry: KernelEntry) -> StoredKernel:
             frozenset(entry.absent),
         )
     except KeyError as error:
-        raise ArtifactError(f"{ours}, got one with {error}; compile it again") from error
-    parameters = [[each.name, each.type] for each in variant.parameters]
-    made = (f"{variant.name}.cubin", f"{variant.name}.ptx.gz", parameters)
-    if made != (entry.file, entry.ptx, entry.parameters):
-        raise ArtifactError(f"{ours} ({variant.name}), got one of another; compile it again")
+        raise ArtifactError(f"{ours}, got one with {in_short(error)}; compile it again") from error
+    made = {
+        "file": f"{variant.name}.cubin",
+        "ptx": None if entry.ptx is None else f"{variant.name}.ptx.gz",
+        "entry": entry.kernel,
+        "parameters": [[each.name, each.type] for each in variant.parameters],
+        "alignment": ALIGNMENT,
+    }
+    others = [field for field, value in made.items() if getattr(entry, field) != value]
+    if others:
+        raise ArtifactError(
+            f"{ours} ({variant.name}), got one with other {others[0]}; compile it again"
+        )
     if not 0 <= entry.shared <= most:
         raise ArtifactError(
             f"{file}: expected 0 to {most} bytes of shared memory on {entry.arch}, got "
-            f"{entry.shared}"
+            f"{in_short(entry.shared)}"
         )
-    return StoredKernel(variant, entry.arch, entry.entry, entry.shared, folder / entry.ptx)
+    return variant

@@ -60,7 +60,7 @@ def _shape(decoder: Decoder) -> tuple[str, int, int]:
 
 def _widened(decoder: Decoder, register: str) -> tuple[Kind, Kind] | None:
     """Dtypes of a loaded value and of its extension; None if the register is not wider."""
-    kind, stored = TYPES[decoder.type], TYPES[decoder.kernel.registers[register]]
+    kind, stored = TYPES[decoder.type], decoder.kind(register)
     if kind.itemsize == stored.itemsize:
         return None
     sign = "i" if kind.kind == "i" else "u"
@@ -72,7 +72,7 @@ def _parameter(decoder: Decoder) -> Step:
     name = decoder.operands[1].strip("[] ")
     if name not in {parameter.name for parameter in decoder.kernel.parameters}:
         raise decoder.refuse("a parameter of the kernel")
-    kind = TYPES[decoder.kernel.registers[decoder.operands[0]]]
+    kind = decoder.kind(decoder.operands[0])
     put = decoder.write(decoder.operands[0])
     bits = (1 << 8 * kind.itemsize) - 1
 

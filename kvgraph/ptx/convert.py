@@ -78,7 +78,7 @@ def _stored(decoder: Decoder, to: str) -> Callable[[Lanes], Lanes]:
     register = decoder.operands[0]
     if not decoder.is_register(register):
         return lambda x: x
-    wide = TYPES[decoder.kernel.registers[register]]
+    wide = decoder.kind(register)
     kind = TYPES[to]
     if kind.itemsize == wide.itemsize:
         return lambda x: x

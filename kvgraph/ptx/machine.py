@@ -223,6 +223,9 @@ class _Batch:
                     op.step(state, taken)
                 except FaultError as fault:
                     raise self._fault(place, fault, taken) from None
+                except (LookupError, ValueError, TypeError, ArithmeticError) as error:
+                    said = f"expected operands of the instruction's types, got others ({error})"
+                    raise self._fault(place, FaultError(said), taken) from error
                 if self._doubtful:
                     self._define(op, taken)
                 place += 1

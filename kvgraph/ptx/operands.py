@@ -28,6 +28,7 @@ TYPES: dict[str, Kind] = {
 """Dtype of a lane, by PTX type."""
 
 ADDRESS = re.compile(r"\[\s*([%$\w.#]+)\s*(?:\+\s*(-?\w+))?\s*\]")
+SPECIAL = re.compile(r"%(laneid|n?(tid|ctaid)\.[xyz])")
 FLOAT = re.compile(r"0([fFdD])([0-9a-fA-F]+)")
 
 Reader: TypeAlias = Callable[[State], Lanes]
@@ -75,6 +76,11 @@ class Decoder:
             raise self.refuse(f"a register instead of {operand!r}")
         return self._slots[operand]
 
+    def kind(self, register: str) -> Kind:
+        """Dtype of a register's lanes; KernelError if it is not declared."""
+        self.slot(register)
+        return TYPES[self.kernel.registers[register]]
+
     def read(self, operand: str, type_: str) -> Reader:
         """Reader of the lanes of `operand` as `type_`, which is at most as wide as the register."""
         kind = TYPES.get(type_)
@@ -86,8 +92,10 @@ class Decoder:
             return self._constant(operand, type_, kind)
         slot = self._slots[operand]
         self.reads.add(slot)
-        stored = TYPES[self.kernel.registers[operand]]
+        stored = self.kind(operand)
         if type_ == "pred":
+            if stored != kind:
+                raise self.refuse(f"{operand} to hold {type_}")
             if negated:
                 return lambda s: ~s.registers[slot]
             return lambda s: s.registers[slot]
@@ -115,8 +123,7 @@ class Decoder:
             assert found is not None
             return found.astype(kind)
 
-        register = name.removeprefix("%").split(".")[0]
-        if register not in ("laneid", "tid", "ntid", "ctaid", "nctaid"):
+        if not SPECIAL.fullmatch(name):
             raise self.refuse(f"a special register that is modelled instead of {name}")
         return read
 
@@ -144,7 +151,7 @@ class Decoder:
             return lambda s, value, mask: None
         slot = self.slot(operand)
         self.writes.add(slot)
-        kind = TYPES[self.kernel.registers[operand]]
+        kind = self.kind(operand)
 
         def put(state: State, value: Lanes, mask: Mask) -> None:
             if value.dtype != kind:

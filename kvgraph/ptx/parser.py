@@ -17,6 +17,8 @@ ENTRY = re.compile(r"\.visible\s+\.entry\s+(\w+)\s*\(([^)]*)\)([^{]*)\{")
 PARAMETER = re.compile(r"\.param\s+\.([bsuf])(8|16|32|64)\s+(?:\.ptr[\s.\w]*?\s+)?(\w+)\s*$")
 STATEMENT = re.compile(r"(?:@(!?)(%?[\w$]+)\s+)?([a-z][\w.:]*)\s*(.*)", re.S)
 LABEL = re.compile(r"([$\w]+):(?!:)\s*")
+MOST_DIGITS = 6
+"""Most digits of the number of registers in one declaration."""
 DECLARED = re.compile(r"\.reg\s+\.(\w+)\s+(.*)", re.S)
 
 
@@ -129,6 +131,8 @@ def _shared(text: str) -> tuple[dict[str, int], int]:
         if not size:
             dynamic.append(name)
             continue
+        if not int(align):
+            raise KernelError(f"PTX: {name}: expected an alignment of 1 or more, got {align}")
         end = -(-end // int(align)) * int(align)
         symbols[name] = end
         end += int(size)
@@ -189,6 +193,11 @@ class _Body:
             raise KernelError(f"PTX, line {line}: expected registers, got {said!r}")
         for name in (part.strip() for part in match[2].split(",")):
             many = re.fullmatch(r"([%\w$]+)<(\d+)>", name)
+            if many and len(many[2]) > MOST_DIGITS:
+                raise KernelError(
+                    f"PTX, line {line}: expected fewer than {10**MOST_DIGITS} registers, got "
+                    f"{many[2][:40]}"
+                )
             names = [f"{many[1]}{i}" for i in range(int(many[2]))] if many else [name]
             for one in names:
                 known = one if len(self._scopes) == 1 else f"{one}#{self._num_scopes}"

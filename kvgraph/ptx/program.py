@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from kvgraph.errors import KernelError
 from kvgraph.ptx import access, arithmetic, bits, convert, matrix, moves, warpgroup
 from kvgraph.ptx.assigned import unassigned_reads
 from kvgraph.ptx.operands import TYPES, Decoder, Kind
@@ -65,6 +66,12 @@ def program_of(kernel: Kernel) -> Program:
 
 def _decode(kernel: Kernel) -> Program:
     slots = {name: place for place, name in enumerate(kernel.registers)}
+    for name, kind in kernel.registers.items():
+        if kind not in TYPES:
+            raise KernelError(
+                f"{kernel.name}: {name}: expected a register of a type that is modelled, got "
+                f"{kind!r}"
+            )
     operations = [_operation(kernel, slots, said) for said in kernel.code]
     kinds = [TYPES[kind] for kind in kernel.registers.values()]
     _guard_products(kernel, slots, operations)
@@ -82,15 +89,20 @@ def _operation(kernel: Kernel, slots: dict[str, int], said: Instruction) -> Oper
     decoder = Decoder(kernel, slots, said)
     name = decoder.parts[0]
     made = Operation(said, "control")
-    if name in ("bra", "ret", "exit", "bar", "barrier"):
-        _control(decoder, made)
-    elif name in FAMILIES:
-        made.family, decode = FAMILIES[name]
-        made.step = decode(decoder)
-    else:
-        raise decoder.refuse()
+    try:
+        if name in ("bra", "ret", "exit", "bar", "barrier"):
+            _control(decoder, made)
+        elif name in FAMILIES:
+            made.family, decode = FAMILIES[name]
+            made.step = decode(decoder)
+        else:
+            raise decoder.refuse()
+    except (LookupError, ValueError, TypeError, ArithmeticError) as error:  # parts that it lacks
+        raise decoder.refuse() from error
     if said.guard is not None:
         made.guard = decoder.slot(said.guard)
+        if kernel.registers[said.guard] != "pred":
+            raise decoder.refuse(f"{said.guard} to hold pred")
         decoder.reads.add(made.guard)
     made.reads, made.writes = frozenset(decoder.reads), frozenset(decoder.writes)
     return made

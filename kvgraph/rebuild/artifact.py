@@ -37,6 +37,7 @@ from kvgraph.contract.manifest import (
     read_manifest,
     write_manifest,
 )
+from kvgraph.contract.plain import from_plain, in_short
 from kvgraph.errors import ArtifactError, BindingError, MissingDependencyError, UnsupportedError
 from kvgraph.progress import Progress
 from kvgraph.runtime.artifact import verify
@@ -202,13 +203,14 @@ def _provide_kernels(folder: Path, archs: Sequence[str], dtype: str, progress: P
             present = {path.name for path in kernels.iterdir() if path.is_dir()}
             described = json.loads((kernels / PLUGINS_NAME).read_text(encoding="utf-8"))
         shapes = [lower.shape_of(fields) for fields in described["shapes"]]
-        nodes = {name: shapes[index] for name, index in described["nodes"].items()}
+        places = from_plain(dict[str, int], described["nodes"], "nodes")
+        nodes = {name: dict(enumerate(shapes))[index] for name, index in places.items()}
     except ArtifactError:
         raise
     except (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
         raise ArtifactError(
             f"kernels/{PLUGINS_NAME}: expected what compile writes of its kernels, got a damaged "
-            f"file ({error})"
+            f"file ({in_short(error)})"
         ) from error
     if set(wanted) <= present:
         return

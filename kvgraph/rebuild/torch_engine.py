@@ -19,6 +19,7 @@ from kvgraph.compiler.targets.tensorrt.build import Shapes, answer
 from kvgraph.compiler.targets.tensorrt.engine import BY_TORCH
 from kvgraph.contract.file_names import PLUGINS_NAME, PROGRAM_NAME
 from kvgraph.contract.files import reading
+from kvgraph.contract.plain import in_short
 from kvgraph.errors import ArtifactError, UnsupportedError
 from kvgraph.kernels.record import image_digests
 
@@ -129,7 +130,8 @@ def kernels_of(folder: Path) -> Kernels:
         raise
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ArtifactError(
-            f"{path}: expected what compile writes of its kernels, got a damaged file ({error})"
+            f"{path}: expected what compile writes of its kernels, got a damaged file "
+            f"({in_short(error)})"
         ) from error
     return kernels
 

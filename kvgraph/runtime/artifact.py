@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import zip_longest
+from itertools import product, zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -19,20 +19,17 @@ from kvgraph.contract.signature import GraphSignature
 from kvgraph.contract.versions import AGAIN, of_other
 from kvgraph.errors import ArtifactError, RequestError, UnsupportedError
 from kvgraph.ops.specs import ABI_VERSION
-from kvgraph.runtime.external import require_places
-from kvgraph.runtime.folder import ArtifactFolder, state_of
+from kvgraph.runtime.external import require_places, require_windows
+from kvgraph.runtime.folder import ATTENTION, ArtifactFolder, state_of
 from kvgraph.runtime.intact import require_intact
 from kvgraph.runtime.machine import require_machine, require_threads
 from kvgraph.runtime.ranks.launched import Launched, launched
+from kvgraph.runtime.sessions.package import require_ops
 from kvgraph.runtime.sessions.weights import require_weights
 from kvgraph.signal_handlers import ignoring, reraise_if_signalled
 
 if TYPE_CHECKING:
     from kvgraph.runtime.sessions.base import Session
-
-
-ATTENTION = "kvgraph.update_and_attend"
-"""The op of a layer's attention, unless the cache is padded."""
 
 
 class Pending(NamedTuple):
@@ -260,8 +257,11 @@ def verify(folder: str | Path) -> Artifact:
     artifact = Artifact(folder, read_manifest(folder))
     artifact.require_consistent()
     require_intact(folder, artifact.manifest, again=True)
-    for model, require in ((ONNX_NAME, require_places), (PROGRAM_NAME, require_weights)):
+    for model, checks in (
+        (ONNX_NAME, (require_places, require_windows)),
+        (PROGRAM_NAME, (require_weights, require_ops)),
+    ):
         if {model, WEIGHTS_NAME} <= set(artifact.manifest.files):
-            for rank in range(artifact.ranks):
+            for rank, require in product(range(artifact.ranks), checks):
                 require(replace(artifact, rank=rank))
     return artifact

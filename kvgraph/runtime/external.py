@@ -1,6 +1,6 @@
-"""Check that the weights which a `model.onnx` points to are where it says.
+"""Check that a `model.onnx` fits the weights that it points to, and the manifest's layers.
 
-ONNX Runtime, the reference evaluator and TensorRT's parser read them by place. So if another
+ONNX Runtime, the reference evaluator and TensorRT's parser read weights by place. So if another
 program writes `weights.safetensors` again, with other places, they would read other bytes without
 an error. The model is read as the wire format of protobuf, because deployment does not have the
 package onnx.
@@ -8,11 +8,12 @@ package onnx.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from kvgraph.contract.file_names import ONNX_NAME, WEIGHTS_NAME
 from kvgraph.contract.files import open_regular
+from kvgraph.contract.plain import in_short
 from kvgraph.contract.safetensors import read_layout
 from kvgraph.errors import ArtifactError
 from kvgraph.runtime.folder import ArtifactFolder
@@ -20,6 +21,9 @@ from kvgraph.signal_handlers import ignoring
 
 GRAPH, INITIALIZER, NAME, EXTERNAL_DATA = 7, 5, 8, 13
 """Numbers of fields of ModelProto, GraphProto and TensorProto (two)."""
+NODE, OP_TYPE, ATTRIBUTE, ATTRIBUTE_NAME, INTEGER = 1, 4, 5, 1, 3
+"""Numbers of fields of GraphProto, NodeProto (two) and AttributeProto (two)."""
+ATTENTION = b"update_and_attend"
 
 VARINT, BYTES, SIZES = 0, 2, {1: 8, 5: 4}
 """Wire types of protobuf; those with a fixed size, and the size."""
@@ -38,9 +42,38 @@ def require_places(artifact: ArtifactFolder) -> None:
         if found is None or (found.offset, found.nbytes) != (start, size):
             got = f"{found.nbytes} from byte {found.offset}" if found else "none"
             raise ArtifactError(
-                f"{weights}: {name}: expected {size} bytes from byte {start}, as {model.name} "
-                f"says, got {got}; compile the model again"
+                f"{weights}: {in_short(name)}: expected {size} bytes from byte {start}, as "
+                f"{model.name} says, got {got}; compile the model again"
             )
+
+
+def require_windows(artifact: ArtifactFolder) -> None:
+    """Raise ArtifactError unless attention in `model.onnx` has the windows of the manifest's
+    layers. A model that is no protobuf passes: ONNX Runtime refuses it."""
+    windows = _windows(artifact.file(ONNX_NAME))
+    if windows is not None:
+        artifact.require_windows(ONNX_NAME, windows)
+
+
+def _windows(model: Path) -> list[int] | None:
+    """The window of each node of attention; None if `model` is damaged or has no graph."""
+    with ignoring(OSError, ValueError, LookupError), open_regular(model) as file:
+        graph = b"".join(value for number, value in _fields(file.read()) if number == GRAPH)
+        nodes = [list(_fields(value)) for number, value in _fields(graph) if number == NODE]
+        windows = [_window(node) for node in nodes if _has(node, OP_TYPE, ATTENTION)]
+        return windows if graph else None
+    return None
+
+
+def _window(node: list[tuple[int, memoryview]]) -> int:
+    for attribute in (value for number, value in node if number == ATTRIBUTE):
+        if _has(_fields(attribute), ATTRIBUTE_NAME, b"window"):
+            return sum(value for number, value in _integers(attribute) if number == INTEGER)
+    return 0
+
+
+def _has(fields: Iterable[tuple[int, memoryview]], number: int, text: bytes) -> bool:
+    return any(key == number and value == text for key, value in fields)
 
 
 def _places(model: Path, location: str) -> dict[str, tuple[int, int]]:
@@ -62,6 +95,15 @@ def _places(model: Path, location: str) -> dict[str, tuple[int, int]]:
 def _fields(message: bytes | memoryview) -> Iterator[tuple[int, memoryview]]:
     """Number and content of each field that holds bytes, in order. ValueError or LookupError for a
     damaged message."""
+    return ((number, value) for number, value in _all(message) if isinstance(value, memoryview))
+
+
+def _integers(message: bytes | memoryview) -> Iterator[tuple[int, int]]:
+    """Number and value of each field that holds an integer, as `_fields` gives those of bytes."""
+    return ((number, value) for number, value in _all(message) if isinstance(value, int))
+
+
+def _all(message: bytes | memoryview) -> Iterator[tuple[int, memoryview | int]]:
     view, at = memoryview(message), 0
     while at < len(view):
         key, at = _varint(view, at)
@@ -73,7 +115,8 @@ def _fields(message: bytes | memoryview) -> Iterator[tuple[int, memoryview]]:
             yield key >> 3, view[at : at + size]
             at += size
         elif kind == VARINT:
-            _, at = _varint(view, at)
+            value, at = _varint(view, at)
+            yield key >> 3, value
         else:
             at += SIZES[kind]
 

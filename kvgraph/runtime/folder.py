@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import stat
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeAlias
@@ -14,6 +14,7 @@ from kvgraph.contract.files import KINDS
 from kvgraph.contract.hashes import FileEntry, verify_files
 from kvgraph.contract.manifest import Manifest, read_manifest
 from kvgraph.contract.params import KVCacheParams
+from kvgraph.contract.plain import in_short
 from kvgraph.contract.shards import shards_of
 from kvgraph.contract.signature import GraphSignature
 from kvgraph.contract.trees import MultiKVCacheParams, params_from_layout
@@ -21,6 +22,9 @@ from kvgraph.errors import ArtifactError
 from kvgraph.signal_handlers import reraise_if_signalled
 
 FileState: TypeAlias = tuple[int, ...] | None
+
+ATTENTION = "kvgraph.update_and_attend"
+"""The op of a layer's attention, unless the cache is padded."""
 
 OWNER = re.compile(r"rank\d+/")
 """Beginning of the name of a file that only one rank reads."""
@@ -107,6 +111,18 @@ class ArtifactFolder:
                 continue
             if kind != "a file":
                 raise ArtifactError(f"{path}: expected a file, got {kind}")
+
+    def require_windows(self, name: str, found: Iterable[int]) -> None:
+        """Raise ArtifactError unless the attention of graph `name` has the windows `found` that the
+        manifest's layers have. Pages outside of a layer's window are given to other rows."""
+        layers = self.manifest.layers
+        expected = sorted(layer.window for layer in layers if layer.window is not None)
+        counted = self.manifest.ops.get(ATTENTION)
+        if len(expected) == len(layers) == counted and expected != (got := sorted(found)):
+            raise ArtifactError(
+                f"{self.file(name)}: windows of attention: expected {in_short(expected)} from the "
+                f"manifest, got {in_short(got)}; compile the model again"
+            )
 
     @property
     def ranks(self) -> int:

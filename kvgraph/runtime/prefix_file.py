@@ -94,7 +94,7 @@ def _read(path: Path) -> tuple[dict[str, str], Tensors]:
         reraise_if_signalled(error)
         # TypeError, AttributeError: a dtype that NumPy lacks. ValueError: a NUL in the path.
         raise ArtifactError(
-            f"{path}: expected a prefix of kvgraph prefill, got a damaged file ({error})"
+            f"{path}: expected a prefix of kvgraph prefill, got a damaged file ({in_short(error)})"
         ) from error
 
 

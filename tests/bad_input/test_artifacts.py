@@ -235,11 +235,11 @@ MIXTURE = {"layers": 1, "experts": 4, "active": 1, "parameters": 1, "bytes": 1}
         ),
         (
             lambda fields: fields.update(mixtures=[MIXTURE | {"experts": 0}]),
-            r"mixtures\[0\]\.active: expected 0 to 0 experts of 1 or more, got 1",
+            r"mixtures\[0\]\.experts: expected 1 to 2\*\*63 - 1, got 0",
         ),
         (
             lambda fields: fields.update(mixtures=[MIXTURE | {"bytes": 1 << 63}]),
-            r"mixtures\[0\]\.bytes: expected 0 to 2\*\*63 - 1, got 9223372036854775808",
+            r"mixtures\[0\]\.bytes: expected 1 to 2\*\*63 - 1, got 9223372036854775808",
         ),
     ],
 )

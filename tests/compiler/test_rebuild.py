@@ -178,6 +178,18 @@ def test_what_is_no_artifact_for_it(artifact: Path, compiled: Compiled, tmp_path
     assert list(tmp_path.iterdir()) == []
 
 
+def test_shapes_of_kernels_that_no_compile_writes(artifact: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(artifact, tmp_path / "artifact"))
+    path = folder / "kernels/tensorrt.json"
+    whole = json.loads(path.read_text())
+    for field, value in (("shapes", [{}]), ("nodes", {"a": -1}), ("nodes", {"a": []})):
+        path.write_text(json.dumps(whole | {field: value}))
+        rehash(folder)
+        with pytest.raises(ArtifactError, match=r"^kernels/tensorrt.json: expected what compile"):
+            rebuild(folder, tmp_path / "out", target="cuda:sm_80")
+        assert not (tmp_path / "out").exists()
+
+
 def test_weights_at_other_places_than_the_graph_says(artifact: Path, tmp_path: Path) -> None:
     """With hashes that fit. An engine would hold other bytes without an error."""
     moved = Path(shutil.copytree(artifact, tmp_path / "moved"))

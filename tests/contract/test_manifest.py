@@ -239,6 +239,7 @@ def test_inspect_reads_kernels_that_no_hash_protects(
     else:
         assert outcome.code == 2
         assert outcome.err.startswith(f"kvgraph: {path}: expected a list of kernels, got a damaged")
+        assert outcome.out == ""
 
 
 @pytest.mark.parametrize(("cache", "pages"), [("paged", True), ("continuous", False)])
@@ -250,14 +251,55 @@ def test_inspect_shows_the_pages_of_a_cache_that_has_them(
     assert f"float32 {cache}: 4 layers x 4 kv heads x 16" in " ".join(shown.split())
 
 
-def test_a_quality_that_divides_by_nothing(artifact: Path) -> None:
+QUALITY = {"text": "t", "sha256": "ab" * 32, "tokens": 1, "perplexity": 2.0,
+           "reference_perplexity": 2.0, "agreement": 1.0}  # fmt: skip
+MIXTURE = {"layers": 1, "experts": 4, "active": 2, "parameters": 9, "bytes": 9}
+COLLECTIVE = {"op": "all_reduce", "count": 1, "rows": "tokens", "bytes": 4}
+EXECUTED = {"file": "a", "steps": 1, "sectors": 1, "ideal_sectors": 1, "wavefronts": 0,
+            "ideal_wavefronts": 0}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"quality": QUALITY | {"reference_perplexity": 0}},
+         "quality.reference_perplexity: expected a number > 0, got 0.0"),
+        ({"quality": QUALITY | {"perplexity": float("nan")}},
+         "quality.perplexity: expected a number > 0, got nan"),
+        ({"quality": QUALITY | {"perplexity": float("inf")}},
+         "quality.perplexity: expected a number > 0, got inf"),
+        ({"quality": QUALITY | {"agreement": -7.0}},
+         "quality.agreement: expected 0 to 1, got -7.0"),
+        ({"quality": QUALITY | {"agreement": float("nan")}},
+         "quality.agreement: expected 0 to 1, got nan"),
+        ({"quality": QUALITY | {"tokens": -1}}, "quality.tokens: expected >= 1, got -1"),
+        ({"quality": QUALITY | {"sha256": "zz"}}, "quality.sha256: expected a SHA-256 of 64"),
+        ({"mixtures": [MIXTURE | {"layers": 0}]},
+         "mixtures[0].layers: expected 1 to 2**63 - 1, got 0"),
+        ({"mixtures": [MIXTURE | {"experts": 0, "active": 0}]},
+         "mixtures[0].experts: expected 1 to 2**63 - 1, got 0"),
+        ({"mixtures": [MIXTURE | {"active": 5}]},
+         "mixtures[0].active: expected 0 to 4 experts, got 5"),
+        ({"mixtures": [MIXTURE | {"parameters": 0}]},
+         "mixtures[0].parameters: expected 1 to 2**63 - 1, got 0"),
+        ({"collectives": [COLLECTIVE | {"count": 0}]},
+         "collectives[0].count: expected 1 to 2**63 - 1, got 0"),
+        ({"executed": [EXECUTED | {"steps": 0}]},
+         "executed[0].steps: expected 1 to 2**63 - 1, got 0"),
+        ({"passes": [{"name": "a", "applied": -1}]},
+         "passes[0].applied: expected 0 to 2**63 - 1, got -1"),
+    ],
+)  # fmt: skip
+def test_figures_that_no_compile_or_measurement_writes(
+    artifact: Path, change: dict[str, object], sentence: str
+) -> None:
     fields = fields_of(artifact)
-    fields["quality"] = {"text": "t", "sha256": "", "tokens": 1, "perplexity": 2.0,
-                         "reference_perplexity": 0, "agreement": 1.0}  # fmt: skip
-    write(artifact, fields)
+    write(artifact, fields | {"quality": QUALITY, "mixtures": [MIXTURE], "executed": [EXECUTED]})
+    assert run("inspect", artifact).code in (0, None)
+    write(artifact, fields | change)
     outcome = run("inspect", artifact)
     assert outcome.code == 2
-    assert "quality.reference_perplexity: expected > 0, got 0" in outcome.err
+    assert sentence in outcome.err
 
 
 def test_a_read_only_folder_is_refused_before_kernels_run(artifact: Path) -> None:

@@ -193,6 +193,8 @@ OTHER = "expected a kernel of this version of kvgraph"
         ("dtype", "float3", f"{OTHER}, got one with 'float3'; compile it again"),
         ("constants", {}, OTHER),
         ("parameters", [["x", "*T"]], OTHER),
+        ("alignment", 1, "got one with other alignment; compile it again"),
+        ("entry", "merge_parts", "got one with other entry; compile it again"),
         ("arch", "sm_90", "expected a kernel for sm_80, got one for 'sm_90'"),
         ("shared", 1 << 20, "0 to 166912 bytes of shared memory on sm_80, got 1048576"),
         ("shared", -1, "0 to 166912 bytes of shared memory on sm_80, got -1"),

@@ -7,12 +7,14 @@ import random
 import shutil
 import socket
 import sqlite3
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
 from kvgraph.errors import StoreError
 from kvgraph.kv.tiers.disk import store as disk
+from kvgraph.kv.tiers.disk.tools import describe
 from tests.kv.disk_pages import KEYS, all_right, got, held, opened, page, put, put_or_drop
 
 ROUNDS = 25
@@ -269,3 +271,33 @@ def test_numbers_out_of_range_are_damage(is_open: bool, change: str, tmp_path: P
     put(store, 6)
     assert got(store, 6) == page(6)
     store.close()
+
+
+ENDLESS = "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n) SELECT i FROM n"
+FOREIGN = {
+    "a trigger": f"CREATE TRIGGER t AFTER UPDATE ON slots BEGIN {ENDLESS} WHERE i < 0; END",
+    "a view": f"ALTER TABLE slots RENAME TO others; CREATE VIEW slots AS {ENDLESS}",
+    "another table": "DROP TABLE taken; CREATE TABLE taken (nbytes INTEGER, more TEXT)",
+    "a check": "DROP TABLE taken; CREATE TABLE taken (nbytes INTEGER CHECK (abs(nbytes) > 0))",
+    "an index": "CREATE INDEX more ON slots (abs(slot))",
+}
+
+
+@pytest.mark.parametrize("statements", FOREIGN.values(), ids=FOREIGN)
+def test_an_index_of_another_schema_is_damage(
+    statements: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = opened(tmp_path)
+    put(store, *range(3))
+    store.close()
+    with closing(sqlite3.connect(tmp_path / "kvgraph-1.1" / "index.sqlite")) as db:
+        db.executescript(statements)
+    with pytest.raises(StoreError, match="expected a whole index, got a damaged one"):
+        describe(tmp_path)
+    store = opened(tmp_path)
+    assert "kvgraph-1.1: the index is damaged (" in caplog.text
+    assert held(store) == [], "in the next generation"
+    put(store, 6)
+    assert got(store, 6) == page(6)
+    store.close()
+    assert [model.pages for model in describe(tmp_path)[0]] == [1]

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from kvgraph.errors import KernelError
-from tests.ptx.programs import Array, elementwise, run
+from tests.ptx.programs import Array, elementwise, kernel, run
 
 KINDS = {
     "f16": np.dtype(np.float16),
@@ -124,3 +124,35 @@ def test_what_is_no_number_becomes_an_integer(
     found = unary(f"cvt.rzi.{conversion} {{d}}, {{x}};", values, np.dtype(out))
     limits = np.iinfo(out)
     assert found[:4].tolist() == [want, 3, limits.min, limits.max]
+
+
+@pytest.mark.parametrize(
+    ("code", "sentence"),
+    [
+        ("ld.param.b64 %zz9, [p0];", "expected a register instead of '%zz9', got 'ld.param.b64"),
+        ("ld.global.b32 %zz9, [%d1];", "expected a register instead of '%zz9'"),
+        ("cvt.u32.u16 %zz9, %h1;", "expected a register instead of '%zz9'"),
+        ("@%zz9 mov.b32 %r1, 0;", "expected a register instead of '%zz9'"),
+        ("@%r2 mov.b32 %r1, 0;", "expected %r2 to hold pred"),
+        ("selp.b32 %r1, %r2, %r3, %r4;", "expected %r4 to hold pred"),
+        (".reg .b128 %q<4>;", "%q0: expected a register of a type that is modelled, got 'b128'"),
+        (".reg .b32 %q<99999999999>;", "expected fewer than 1000000 registers, got 99999999999"),
+        ("mov.b32 %r1, %tid;", "expected a special register that is modelled instead of %tid"),
+        ("mov.b32 %r1, %tid.w;", "expected a special register that is modelled instead of %tid.w"),
+        ("setp;", "expected an instruction that is modelled, got 'setp'"),
+        ("bar.warp.sync;", "expected an instruction that is modelled, got 'bar.warp.sync'"),
+        ("mul.wide.pred %p1, %p2, %p3;", "expected "),
+        ("mov.b32 {}, %r1;", "expected an instruction that is modelled, got 'mov.b32 {}, %r1'"),
+        ("shl.f32 %r1, %r2, %r3;", "expected "),
+    ],
+)
+def test_code_that_is_not_whole_is_refused(code: str, sentence: str) -> None:
+    with pytest.raises(KernelError) as raised:
+        run(kernel(f"{code}\nret;"), np.zeros(32, np.int32), np.zeros(32, np.int32))
+    assert sentence in str(raised.value)
+
+
+def test_operands_of_another_kind_are_a_fault() -> None:
+    code = "mov.b32 %r1, 5;\nshr.f32 %r2, %r1, %r1;\nret;"
+    with pytest.raises(KernelError, match=r"^k, line \d+"):
+        run(kernel(code), np.zeros(32, np.int32), np.zeros(32, np.int32))

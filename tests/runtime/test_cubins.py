@@ -205,6 +205,29 @@ def test_only_files_of_the_manifest_are_loaded(
     assert f"{path}: expected files that the manifest lists, got 'left.cubin'" in text
 
 
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"num_warps": 1}, "expected a kernel of this version of kvgraph (paged_attention-decode-"),
+        ({"alignment": 1}, "got one with other alignment; compile it again"),
+        ({"parameters": [["q", "*bf16"]]}, "got one with other parameters; compile it again"),
+        ({"entry": "merge_parts"}, "got one with other entry; compile it again"),
+        ({"shared": 1 << 20}, "bytes of shared memory on sm_90, got 1048576"),
+    ],
+)
+def test_launches_that_contradict_the_kernel_are_refused(
+    drive: Drive, artifact: Path, tmp_path: Path, change: dict[str, object], sentence: str
+) -> None:
+    folder = Path(shutil.copytree(artifact, tmp_path / "copy"))
+    path = folder / "kernels" / "sm_90" / "kernels.json"
+    entries = json.loads(path.read_text())
+    next(entry for entry in entries if entry["role"] == "decode").update(change)
+    path.write_text(json.dumps(entries))
+    kind, text = drive("result = said(cubins_of, folder)", folder)
+    assert kind == "ArtifactError"
+    assert sentence in text
+
+
 def test_memory_that_is_too_little_is_no_fault_of_the_kernels(drive: Drive, artifact: Path) -> None:
     for number, name, then in (
         (2, "CapacityError", "expected memory on the GPU for what the file holds, got too little"),

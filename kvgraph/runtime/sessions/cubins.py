@@ -6,10 +6,11 @@ from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 
 from kvgraph.contract.file_names import KERNELS_NAME
+from kvgraph.contract.plain import in_short
 from kvgraph.errors import ArtifactError, KVGraphError
 from kvgraph.kernels.launch import LaunchPlan
-from kvgraph.kernels.stored import KernelEntry, archs_of, read_entries
-from kvgraph.kernels.variants import Parameter, Variant
+from kvgraph.kernels.stored import KernelEntry, archs_of, read_entries, variant_of
+from kvgraph.kernels.variants import ALIGNMENT, Parameter, Variant
 from kvgraph.ops.cuda_native import Kernel, launcher
 from kvgraph.runtime.machine import runnable
 from kvgraph.runtime.sessions.cuda_errors import opening_error
@@ -60,7 +61,7 @@ class Cubins:
             except KVGraphError as error:
                 if (told := opening_error(self._folder / arch, str(error))) is not None:
                     raise told from error
-                refusals.append(f" ({arch}: {error})")
+                refusals.append(f" ({arch}: {in_short(error)})")
         major, minor = self._launcher.compute_capability(ordinal)
         raise ArtifactError(
             f"{self._folder}: expected kernels that GPU {ordinal} (sm_{major}{minor}) can run, "
@@ -74,6 +75,7 @@ class Cubins:
             return {Path(e.file).stem: self._kernel(folder / e.file, e, ordinal) for e in entries}
 
     def _kernel(self, file: Path, entry: KernelEntry, ordinal: int) -> Kernel:
+        variant = variant_of(file, entry)
         module = self._launcher.load(
             file.read_bytes(),
             entry.arch,
@@ -81,11 +83,11 @@ class Cubins:
             sha256=entry.sha256,
             min_driver=MIN_DRIVER,
         )
-        types = [_aligned(Parameter(*p), entry.alignment) for p in entry.parameters]
+        types = [_aligned(parameter) for parameter in variant.parameters]
         return self._launcher.kernel(
             module, entry.entry, types, num_warps=entry.num_warps, shared_bytes=entry.shared
         )
 
 
-def _aligned(parameter: Parameter, alignment: int) -> str:
-    return f"{parameter.type}:{alignment}" if parameter.aligned else parameter.type
+def _aligned(parameter: Parameter) -> str:
+    return f"{parameter.type}:{ALIGNMENT}" if parameter.aligned else parameter.type

@@ -10,6 +10,7 @@ from typing import TypeAlias
 from kvgraph.contract.dims import TensorType
 from kvgraph.contract.files import require_utf8
 from kvgraph.contract.loading import with_step
+from kvgraph.contract.plain import in_short
 from kvgraph.contract.signature import GraphSignature, output_name
 from kvgraph.errors import ArtifactError, KVGraphError
 from kvgraph.runtime.native_calls import native_call
@@ -33,7 +34,7 @@ def opening(path: Path, framework: str) -> Iterator[None]:
         if (told := opening_error(path, str(error))) is not None:
             raise told from error
         lines = str(error).strip().splitlines()
-        why = f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+        why = in_short(f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__)
         sentence = (
             f"{path}: expected a file that {framework} opens, got one that it refuses ({why})"
         )
@@ -59,8 +60,8 @@ def require_bindings(
     for kind, (expected, found) in named.items():
         if set(expected) != set(found):
             raise ArtifactError(
-                f"{path}: {kind}: expected {sorted(expected)} from the manifest, "
-                f"got {sorted(found)}"
+                f"{path}: {kind}: expected {in_short(sorted(expected))} from the manifest, "
+                f"got {in_short(sorted(found))}"
             )
         for name, symbol in expected.items():
             require_type(path, name, symbol, found[name])
@@ -73,7 +74,7 @@ def require_type(path: Path, name: str, symbol: TensorType, found: Found) -> Non
     if (symbol.dtype, _static(symbol.shape)) != (dtype, _static(dims)):
         raise ArtifactError(
             f"{path}: {name}: expected {symbol.dtype} {list(symbol.shape)} from the manifest, "
-            f"got {dtype} {list(dims)}"
+            f"got {in_short(f'{dtype} {list(dims)}')}"
         )
 
 

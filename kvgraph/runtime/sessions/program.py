@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import operator
 import warnings
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -15,10 +14,9 @@ from torch.export.passes import move_to_device_pass
 from kvgraph.contract.dims import TensorType
 from kvgraph.contract.dtypes import DTYPES
 from kvgraph.contract.file_names import PROGRAM_NAME
-from kvgraph.contract.params import KVCacheParams
 from kvgraph.errors import ArtifactError
 from kvgraph.runtime.folder import ArtifactFolder
-from kvgraph.runtime.sessions.launches import Gpu, Shared, launches_of
+from kvgraph.runtime.sessions.launches import Attention, Gpu, Shared, launches_of
 from kvgraph.runtime.sessions.opening import opening, require_type
 from kvgraph.runtime.sessions.program_file import require_no_code
 from kvgraph.runtime.sessions.views import join_views
@@ -35,6 +33,14 @@ READ_BY_VIEWS = (
 """Nodes without side effects, erased when unused: sizes, tuple items, and arithmetic on sizes."""
 
 
+LOGGERS = (
+    "torch.export",
+    "torch.export.pt2_archive._package",
+    "torch._export.serde.serialize",
+)
+"""Loggers of what reads an archive."""
+
+
 def load_program(artifact: ArtifactFolder, gpu: Gpu) -> torch.fx.GraphModule:
     """`model.pt2` with its weights on the GPU's device, over inputs in the signature's order."""
     path = artifact.file(PROGRAM_NAME)
@@ -43,8 +49,7 @@ def load_program(artifact: ArtifactFolder, gpu: Gpu) -> torch.fx.GraphModule:
         if gpu.device.type != "cpu":  # saved as a CPU graph
             program = move_to_device_pass(program, str(gpu.device))
         module = program.module(check_guards=False)
-        leaves = artifact.params().leaves
-        _replace_ops(module, artifact.signature.inputs, leaves, gpu, path)
+        _replace_ops(module, artifact, gpu)
         # Without torch's own checks of inputs: the signature is checked before every run.
         return torch.fx.GraphModule(module, module.graph)
 
@@ -80,30 +85,29 @@ def _stored(placeholder: torch.Tensor) -> Stored:
 
 
 def _load(path: Path) -> torch.export.ExportedProgram:
-    """Load an archive, without torch's warnings about its own file format."""
-    logger = logging.getLogger("torch.export.pt2_archive._package")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
+    """Load an archive, without torch's warnings about its own file format, and about a damaged
+    file: the error says what is wrong."""
+    levels = {logger: logger.level for logger in map(logging.getLogger, LOGGERS)}
     try:
+        for logger in levels:
+            logger.setLevel(logging.CRITICAL)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             return torch.export.load(path)
     finally:
-        logger.setLevel(level)
+        for logger, level in levels.items():
+            logger.setLevel(level)
 
 
-def _dim(extent: int | torch.SymInt) -> int | str:
-    return extent if isinstance(extent, int) else str(extent)
+def _require_type(path: Path, symbol: TensorType, node: torch.fx.Node) -> None:
+    given = node.meta["val"]
+    dims = [extent if isinstance(extent, int) else str(extent) for extent in given.shape]
+    require_type(path, symbol.name, symbol, (str(given.dtype).removeprefix("torch."), dims))
 
 
-def _replace_ops(
-    module: torch.fx.GraphModule,
-    inputs: Sequence[TensorType],
-    leaves: Mapping[str, KVCacheParams],
-    gpu: Gpu,
-    path: Path,
-) -> None:
-    graph = module.graph
+def _replace_ops(module: torch.fx.GraphModule, artifact: ArtifactFolder, gpu: Gpu) -> None:
+    path, graph = artifact.file(PROGRAM_NAME), module.graph
+    leaves, inputs = artifact.params().leaves, artifact.signature.inputs
     placeholders = [node for node in graph.nodes if node.op == "placeholder"]
     if len(placeholders) != len(inputs):
         raise ArtifactError(
@@ -111,12 +115,14 @@ def _replace_ops(
         )
     symbols = dict(zip(placeholders, inputs, strict=True))
     for node, symbol in symbols.items():
-        given = node.meta["val"]
-        dtype = str(given.dtype).removeprefix("torch.")
-        require_type(path, symbol.name, symbol, (dtype, [_dim(extent) for extent in given.shape]))
+        _require_type(path, symbol, node)
+    _require_type(path, artifact.signature.outputs[0], graph.output_node().all_input_nodes[0])
     shared = Shared(graph)
+    windows = []
     for node in list(graph.nodes):
         launches = launches_of(node, module, symbols, leaves, gpu)
+        if isinstance(launches, Attention):
+            windows.append(launches.shape.window)
         if launches is not None:
             gpu.require(launches.variants)
             with graph.inserting_before(node):
@@ -124,6 +130,7 @@ def _replace_ops(
             call.meta = node.meta
             node.replace_all_uses_with(call)
             graph.erase_node(node)
+    artifact.require_windows(PROGRAM_NAME, windows)
     join_views(graph)
     for node in reversed(graph.nodes):
         if not node.users and (node.op == "get_attr" or node.target in READ_BY_VIEWS):

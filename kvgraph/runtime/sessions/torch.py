@@ -24,6 +24,7 @@ from kvgraph.contract.dims import Array
 from kvgraph.contract.file_names import PROGRAM_NAME, WEIGHTS_NAME
 from kvgraph.contract.leftovers import scratch
 from kvgraph.contract.loading import MEMORY, NOT_MAPPED, next_step, require_package
+from kvgraph.contract.plain import in_short
 from kvgraph.contract.sizes import size_text
 from kvgraph.errors import ArtifactError, KernelError
 from kvgraph.ops import native
@@ -32,11 +33,14 @@ from kvgraph.runtime.folder import ArtifactFolder
 from kvgraph.runtime.machine import quota_threads
 from kvgraph.runtime.sessions.base import Session
 from kvgraph.runtime.sessions.opening import opening
+from kvgraph.runtime.sessions.package import require_ops
 from kvgraph.runtime.sessions.weights import Stored, read_table, read_weights
 from kvgraph.signal_handlers import reraise_if_signalled
 
 OF_LIMITS = (errno.EMFILE, errno.ENFILE, errno.EFBIG, errno.ENOMEM)
 """Error numbers of limits, which no other temporary folder changes."""
+OF_NAMES = (errno.ENAMETOOLONG, errno.EISDIR, errno.ENOTDIR, errno.EEXIST, errno.EINVAL)
+"""Error numbers of names in the package that no folder takes."""
 
 
 def _expected(artifact: ArtifactFolder, names: Iterable[str]) -> dict[str, Stored | None]:
@@ -46,8 +50,8 @@ def _expected(artifact: ArtifactFolder, names: Iterable[str]) -> dict[str, Store
     missing = [name for name, stored in expected.items() if stored is None]
     if table and missing:
         raise ArtifactError(
-            f"{artifact.file(PROGRAM_NAME)}: expected {missing[0]} in its table of weights, got "
-            "none; compile the model again"
+            f"{artifact.file(PROGRAM_NAME)}: expected {in_short(missing[0])} in its table of "
+            "weights, got none; compile the model again"
         )
     return expected
 
@@ -70,8 +74,9 @@ class TorchSession(Session):
         if num_threads:
             torch.set_num_threads(num_threads)
         native.set_num_threads(num_threads or 0)
-        path = artifact.file(PROGRAM_NAME)
+        self._path = path = artifact.file(PROGRAM_NAME)
         with opening(path, f"torch {torch.__version__}"):
+            require_ops(artifact)
             with _unpacked(path) as folder:
                 runner = torch._C._aoti.AOTIModelPackageLoader(folder, "model", False, 1, -1)
             expected = _expected(artifact, runner.get_constant_fqns())
@@ -92,6 +97,11 @@ class TorchSession(Session):
         except RuntimeError as error:
             reraise_if_signalled(error)
             raise KernelError(f"torch: {str(error).splitlines()[0]}") from error
+        if logits.shape[1:] != (self._vocab,):  # a package does not tell the shape
+            raise ArtifactError(
+                f"{self._path}: logits: expected {self._vocab} columns from the manifest, got "
+                f"{list(logits.shape)}; compile the model again"
+            )
         return logits
 
 
@@ -112,7 +122,7 @@ def _unpacked(package: Path) -> Iterator[str]:
         except (OSError, RuntimeError) as error:
             reraise_if_signalled(error)
             why = NOT_MAPPED if isinstance(error, RuntimeError) else error.strerror
-            if why is None or why not in str(error):
+            if why is None or why not in str(error) or getattr(error, "errno", 0) in OF_NAMES:
                 raise
             step = "set TMPDIR to such a folder"
             if why == NOT_MAPPED:

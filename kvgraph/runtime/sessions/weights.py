@@ -9,9 +9,11 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from kvgraph.contract.file_names import PROGRAM_NAME, WEIGHTS_NAME, WEIGHTS_TABLE
+from kvgraph.contract.plain import in_short
 from kvgraph.errors import ArtifactError
 from kvgraph.runtime.folder import ArtifactFolder
 from kvgraph.runtime.sessions.opening import opening
+from kvgraph.runtime.sessions.package import written
 
 if TYPE_CHECKING:
     import torch
@@ -54,7 +56,11 @@ def read_table(artifact: ArtifactFolder) -> dict[str, Stored]:
     path = artifact.file(PROGRAM_NAME)
     if not zipfile.is_zipfile(path):
         return {}
-    with opening(path, "zipfile"), zipfile.ZipFile(path) as archive:
+    with (
+        opening(path, "zipfile"),
+        written(path, "a table of weights"),
+        zipfile.ZipFile(path) as archive,
+    ):
         if WEIGHTS_TABLE not in archive.namelist():
             return {}
         table = json.loads(archive.read(WEIGHTS_TABLE))
@@ -79,13 +85,15 @@ def _owners(
     owners = {name: ties.get(name, name) for name in expected}
     for name, owner in owners.items():
         if owner not in names:
-            raise ArtifactError(f"{path}: expected a tensor {owner!r} from model.pt2, got none")
+            raise ArtifactError(
+                f"{path}: expected a tensor {in_short(repr(owner))} from model.pt2, got none"
+            )
         at, wanted = file.get_slice(owner), expected[name]
         found = at.get_dtype(), tuple(at.get_shape())
         if wanted not in (None, found):
-            dtype, shape = wanted
+            said, got = (in_short(f"{dtype} {list(shape)}") for dtype, shape in (wanted, found))
             raise ArtifactError(
-                f"{path}: {owner}: expected {dtype} {list(shape)}, as model.pt2 says, got "
-                f"{found[0]} {list(found[1])}; compile the model again"
+                f"{path}: {in_short(owner)}: expected {said}, as model.pt2 says, got {got}; "
+                "compile the model again"
             )
     return owners

@@ -9,6 +9,7 @@ engine have different bytes; the manifest lists it as nondeterministic.
 from __future__ import annotations
 
 import json
+import math
 import shutil
 import time
 from base64 import b64encode
@@ -31,10 +32,12 @@ from kvgraph.compiler.targets.tensorrt.engine import (
 from kvgraph.compiler.traced import Traced
 from kvgraph.contract.devices import PORTABLE
 from kvgraph.contract.file_names import BUILD_LOG_NAME, ENGINE_NAME, LIBRARY_NAME, PLUGINS_NAME
+from kvgraph.contract.manifest_values import MOST, require_known
+from kvgraph.contract.plain import from_plain
 from kvgraph.errors import UnsupportedError
 from kvgraph.kernels import shapes
 from kvgraph.kernels.record import pack_kernels
-from kvgraph.kernels.shapes import AttentionShape, PoolShape, Rope
+from kvgraph.kernels.shapes import AttentionShape
 from kvgraph.ops import OPSET_DOMAIN
 from kvgraph.ops.cuda_native import plugins_path
 
@@ -134,6 +137,20 @@ def write_kernels(
 
 
 def shape_of(fields: Mapping[str, Any]) -> AttentionShape:
-    """The AttentionShape of an entry of `shapes` in tensorrt.json."""
-    rope = Rope(**fields["rope"]) if fields["rope"] else None
-    return AttentionShape(**{**fields, "cache": PoolShape(**fields["cache"]), "rope": rope})
+    """The AttentionShape of an entry of `shapes` in tensorrt.json; ValueError for values that no
+    compile writes."""
+    shape = from_plain(AttentionShape, fields)
+    require_known(fields, asdict(shape))
+    shape.check()
+    if not math.isfinite(shape.scale):
+        raise ValueError(f"scale: expected a finite number, got {shape.scale}")
+    if not 0 <= shape.softcap < math.inf:
+        raise ValueError(f"softcap: expected a finite number >= 0, got {shape.softcap}")
+    for name, count in (("window", shape.window), ("num_layers", shape.cache.num_layers)):
+        if not 0 <= count <= MOST:
+            raise ValueError(f"{name}: expected 0 to {MOST}, got {count}")
+    if shape.rope and not 0 < shape.rope.rotary_dim <= shape.cache.head_dim:
+        raise ValueError(
+            f"rotary_dim: expected 1 to {shape.cache.head_dim}, got {shape.rope.rotary_dim}"
+        )
+    return shape

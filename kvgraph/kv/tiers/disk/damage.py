@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import sqlite3
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
+from functools import cache
 from typing import Any
 
 from kvgraph.kv.tiers.disk.folder import DamagedError
 from kvgraph.kv.tiers.disk.slabs import Slot
+
+MOST = 200
+"""Most characters of what a message says of a schema."""
 
 PASSING = {
     sqlite3.SQLITE_BUSY,
@@ -58,6 +62,27 @@ def raising_damage() -> Iterator[None]:
         raise DamagedError(str(error)) from error
     except MemoryError as error:
         raise sqlite3.OperationalError("not enough memory") from error
+
+
+def has_schema(db: sqlite3.Connection, own: str) -> bool:
+    """Whether `db` has a schema; DamagedError if it has a table, index, view or trigger that the
+    statements `own` do not make: SQLite would run its SQL."""
+    found = _schema(db)
+    for kind, name, table, said in found - _schema_of(own):
+        raise DamagedError(f"{kind} {name!r} of {table!r}: {said!r}"[:MOST])
+    return bool(found)
+
+
+def _schema(db: sqlite3.Connection) -> frozenset[tuple[object, ...]]:
+    rows = db.execute("SELECT type, name, tbl_name, sql FROM sqlite_master WHERE sql IS NOT NULL")
+    return frozenset(rows.fetchall())
+
+
+@cache
+def _schema_of(own: str) -> frozenset[tuple[object, ...]]:
+    with closing(sqlite3.connect(":memory:")) as db:
+        db.executescript(own)
+        return _schema(db)
 
 
 def typed_rows(kinds: Sequence[type], rows: Iterable[Sequence[object]]) -> list[Any]:

@@ -19,7 +19,8 @@ from kvgraph.kv.tiers.disk.slabs import SLAB, Slabs
 from kvgraph.signal_handlers import ignoring
 
 FORMAT = "kvgraph-1"
-"""Format name; its number is raised when the meaning of anything in the folder changes."""
+"""Format name; its number is raised when the meaning of anything in the folder, or the text of the
+index's schema, changes."""
 
 GENERATION = re.compile(rf"{FORMAT}\.([1-9]\d{{0,17}})")
 OURS = re.compile(rf"{re.escape(INDEX)}(-journal|-wal|-shm)?|{SLAB.pattern}|{OWNER.pattern}")

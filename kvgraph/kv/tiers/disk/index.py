@@ -18,6 +18,7 @@ from contextlib import contextmanager
 from typing import NamedTuple
 
 from kvgraph.kv.tiers.disk.damage import (
+    has_schema,
     is_full,
     out_of_range,
     raising_busy,
@@ -122,6 +123,7 @@ class Index:
 
     def _prepare(self) -> None:
         with self._transaction():
+            has_schema(self._db, SCHEMA)
             for statement in SCHEMA.split(";"):
                 self._db.execute(statement)
             is_counted = self._db.execute("SELECT * FROM taken").fetchone() is not None

@@ -9,9 +9,15 @@ from pathlib import Path
 from typing import NamedTuple
 
 from kvgraph.kv.tiers.disk import index
-from kvgraph.kv.tiers.disk.damage import out_of_range, raising_damage, slot_at, typed_rows
+from kvgraph.kv.tiers.disk.damage import (
+    has_schema,
+    out_of_range,
+    raising_damage,
+    slot_at,
+    typed_rows,
+)
 from kvgraph.kv.tiers.disk.folder import DamagedError, PrivateFolder
-from kvgraph.kv.tiers.disk.index import INDEX, OUT_OF_RANGE, require_index
+from kvgraph.kv.tiers.disk.index import INDEX, OUT_OF_RANGE, SCHEMA, require_index
 
 BATCH_ROWS = 4096
 """Rows that are read in one transaction, about 10 ms: another process's change waits for it."""
@@ -63,7 +69,7 @@ def _opened(folder: PrivateFolder) -> sqlite3.Connection:
 def _pages(db: sqlite3.Connection) -> Iterator[tuple[int, int, int, int, bytes]]:
     """Stride, slot, size, time of last use and model of each page."""
     db.executescript("PRAGMA query_only=ON; PRAGMA trusted_schema=OFF;")
-    if db.execute("SELECT * FROM sqlite_master").fetchone() is None:
+    if not has_schema(db, SCHEMA):
         return  # a process that makes the index ended, or has not come further yet
     last = (-1 << 63, -1 << 63)
     while rows := db.execute(BATCH, (*last, BATCH_ROWS)).fetchall():
