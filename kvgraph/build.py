@@ -141,7 +141,7 @@ def compile(
     pipeline.require_tools(request.support.tools)
     if check and request.target.kind == "cpu":
         _require_session(request.support)
-    dump = None if dump_passes is None else PassDump(Path(dump_passes), out)
+    dump = None if dump_passes is None else PassDump(as_path("dump_passes", dump_passes), out)
 
     with pipeline.opened(model) as source, _on_host():
         progress("reading the model")

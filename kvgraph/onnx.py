@@ -12,13 +12,16 @@
     options.register_custom_ops_library(kvgraph.onnx.library_path())
 
 A pool is an input and an output of the graph. Bind one buffer to both (`IOBinding`): the ops write
-in place and refuse two buffers. Frameworks are imported by the functions that need them.
+in place and refuse two buffers. Frameworks are imported by the functions that need them, which
+raise MissingDependencyError without one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import TYPE_CHECKING
+
+from kvgraph.contract.loading import require_package
 
 if TYPE_CHECKING:
     from torch.export import ExportedProgram
@@ -38,6 +41,7 @@ def lower_caches(program: ExportedProgram) -> ExportedProgram:
     way round; a pool is no input, or another operator uses it; or the program changes another input
     or a tensor of the module.
     """
+    _require("torch", "lower_caches")
     from kvgraph.compiler.lower_caches import lower_caches
 
     return lower_caches(program)
@@ -48,6 +52,8 @@ def translation_table() -> dict[Callable[..., object], Callable[..., object]]:
 
     It also registers the schemas, which the exporter needs.
     """
+    for package in ("torch", "onnx", "onnxscript"):
+        _require(package, "translation_table")
     from kvgraph.ops.onnx_ops import translation_table
 
     return translation_table()
@@ -55,6 +61,7 @@ def translation_table() -> dict[Callable[..., object], Callable[..., object]]:
 
 def register_schemas() -> None:
     """Register the ops with onnx's checker and shape inference; repeated calls are harmless."""
+    _require("onnx", "register_schemas")
     from kvgraph.ops.onnx_ops import register_schemas
 
     register_schemas()
@@ -71,3 +78,9 @@ def library_path() -> str:
     path = library_path("onnxruntime")
     opened(path)
     return str(path)
+
+
+def _require(package: str, function: str) -> None:
+    require_package(
+        package, f"needed for kvgraph.onnx.{function}", "pip install 'kvgraph[compile]'"
+    )

@@ -263,7 +263,8 @@ def test_limits_without_torch_say_so() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     reading = json.loads(done.stdout)
-    assert reading["missing"] == "bfloat16 and int8 rates: torch is not installed"
+    need = "torch: needed for the limits of bfloat16 and int8, not installed"
+    assert reading["missing"] == f"{need}; pip install 'kvgraph[torch]'"
     assert [gemm["library"] for gemm in reading["gemms"]] == ["numpy"]
 
 
@@ -280,6 +281,30 @@ def test_a_slow_product_is_read_of_a_small_size(
     monkeypatch.setattr(limits, "best_seconds", lambda call: 2 * int(call()) ** 3 / (gflops * 1e9))
     assert limits._gemm("bfloat16", "torch", product).gflops == pytest.approx(gflops)
     assert asked[-1] == size
+
+
+@pytest.mark.parametrize(("stalled", "expected"), [(0, 0.5e-3), (6, 0.5e-3), (99, 33e-3)])
+def test_a_stall_of_the_first_calls_does_not_decide(stalled: int, expected: float) -> None:
+    """It lasts longer than the least number of calls."""
+    now, calls = 0.0, 0
+
+    def call() -> None:
+        nonlocal now, calls
+        calls += 1
+        now += 33e-3 if calls <= stalled else 0.5e-3
+
+    assert limits.best_seconds(call, lambda: now) == pytest.approx(expected)
+
+
+def test_long_calls_are_read_a_few_times() -> None:
+    now = 0.0
+
+    def call() -> None:
+        nonlocal now
+        now += 1.0
+
+    assert limits.best_seconds(call, lambda: now) == 1.0
+    assert now == 1 + limits.READS
 
 
 def test_each_part_of_the_buffer_is_first_written_by_a_thread_of_its_own(

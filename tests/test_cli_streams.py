@@ -11,6 +11,7 @@ import sys
 import time
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -91,6 +92,53 @@ def test_streams_take_all_text(
     sys.stdout.write("a\u2603")
     sys.stdout.flush()
     assert written.getvalue() == expected
+
+
+def in_locale(
+    name: str, *arguments: str | bytes, **given: Any
+) -> subprocess.CompletedProcess[bytes]:
+    environment = os.environ | {"LC_ALL": name, "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    command = [*COMMAND, *arguments]
+    return subprocess.run(command, capture_output=True, env=environment, timeout=180, **given)
+
+
+@pytest.mark.parametrize("ends", ["", "\u2603"])
+def test_text_is_the_same_in_every_locale(ends: str, compiled: Compiled) -> None:
+    model = str(compiled("tiny-llama"))
+    arguments = ["generate", model, "a\u2603\xe9", "--max-new-tokens", "3", "--json"]
+    arguments += ["--stop", ends] if ends else []
+    given = [one.encode() for one in arguments]
+    expected, done = (in_locale(name, *given) for name in ("C.UTF-8", "C"))
+    assert (done.returncode, done.stderr) == (0, b"")
+    found, other = json.loads(done.stdout), json.loads(expected.stdout)
+    assert found["token_ids"] == other["token_ids"]
+    assert found["prompt_tokens"] == other["prompt_tokens"]
+
+
+def test_a_chat_takes_text_in_every_locale(compiled: Compiled) -> None:
+    arguments = ["chat", str(compiled("tiny-llama")), "--system", "\xe9", "--max-new-tokens", "1"]
+    given = [one.encode() for one in arguments]
+    done = in_locale("C", *given, input="\u2603\n".encode())
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("command", "option"),
+    [
+        (("generate", b"\xff"), "prompt"),
+        (("generate", b"a", "--stop", b"\xff"), "--stop"),
+        (("chat", "--system", b"\xff"), "--system"),
+        (("serve", "--kv-events-topic", b"\xff"), "--kv-events-topic"),
+    ],
+)
+@pytest.mark.parametrize("name", ["C", "C.UTF-8"])
+def test_bytes_that_are_no_text(
+    name: str, command: tuple[str | bytes, ...], option: str, compiled: Compiled
+) -> None:
+    done = in_locale(name, command[0], str(compiled("tiny-llama")), *command[1:])
+    sentence = f"kvgraph: {option}: expected text in UTF-8, got 'utf-8' codec can't decode byte"
+    assert done.stderr.startswith(sentence.encode())
+    assert (done.returncode, done.stderr.count(b"\n")) == (2, 1)
 
 
 def test_a_reader_of_json_that_has_left_sees_no_traceback(compiled: Compiled) -> None:

@@ -18,6 +18,7 @@ from typing import IO, Any
 from kvgraph.bench.machine import thread_environment
 from kvgraph.contract.leftovers import scratch
 from kvgraph.contract.plain import JsonObject
+from kvgraph.contract.threads import threads_needed
 
 WORKER = Path(__file__).with_name("worker.py")
 SECONDS_TO_LEAVE = 30.0
@@ -133,7 +134,8 @@ def _run_process(
             began = time.monotonic()
             expired = threading.Event()
             timer = threading.Timer(timeout, _expire, (process, expired))
-            timer.start()
+            with threads_needed():
+                timer.start()
             try:
                 said = _take_events(process, began, result, progress)
                 with suppress(subprocess.TimeoutExpired):  # it is killed below

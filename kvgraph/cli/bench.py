@@ -17,7 +17,7 @@ from rich.console import Console
 from kvgraph.cli.console import stderr, terminable, write_json
 from kvgraph.cli.options import Json, named
 from kvgraph.contract.files import replacing, require_replaceable
-from kvgraph.contract.leftovers import scratch
+from kvgraph.contract.leftovers import making, scratch
 from kvgraph.contract.plain import to_json
 from kvgraph.errors import RequestError
 
@@ -92,9 +92,12 @@ def bench(
         ),
     ] = False,
     timeout: Annotated[float, typer.Option(help="Seconds that an engine's process has.")] = 3600.0,
-    save: Annotated[Path | None, typer.Option(readable=False, help="JSON file to write.")] = None,
+    save: Annotated[
+        Path | None, typer.Option(metavar="<path>", parser=named, help="JSON file to write.")
+    ] = None,
     plot: Annotated[
-        Path | None, typer.Option(readable=False, help="Picture to write: .svg or .png.")
+        Path | None,
+        typer.Option(metavar="<path>", parser=named, help="Picture to write: .svg or .png."),
     ] = None,
     json: Json = False,
 ) -> None:
@@ -125,7 +128,7 @@ def bench(
     with terminable(), ExitStack() as stack:
         work = peer_models or stack.enter_context(scratch("bench-models"))
         try:
-            work.mkdir(parents=True, exist_ok=True)
+            stack.enter_context(making(work))
         except OSError as error:
             raise RequestError(
                 f"--peer-models: expected a folder at {work}, or a place to make it, got "

@@ -20,6 +20,7 @@ from kvgraph.cli.options import (
     SessionName,
     Threads,
     Verify,
+    text_of,
 )
 from kvgraph.cli.ranks import follows
 from kvgraph.contract.plain import JsonObject
@@ -83,6 +84,7 @@ def chat(
         "seed": seed,
     }
     asked = {name: value for name, value in asked.items() if value is not None}
+    system = None if system is None else text_of("--system", system)
     SamplingParams(**asked)  # refuses before anything is loaded
     with working("loading the artifact"):
         loaded = load(artifact, verify=verify or None)

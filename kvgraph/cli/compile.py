@@ -89,7 +89,11 @@ def compile(
     ] = None,
     quality_text: Annotated[
         Path | None,
-        typer.Option(help="UTF-8 text for --quality [default: from Python's documentation]."),
+        typer.Option(
+            metavar="<path>",
+            parser=named,
+            help="UTF-8 text for --quality [default: from Python's documentation].",
+        ),
     ] = None,
     check: Annotated[
         bool | None,

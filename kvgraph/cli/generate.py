@@ -30,6 +30,8 @@ from kvgraph.cli.options import (
     TopK,
     TopP,
     Verify,
+    named,
+    text_of,
 )
 from kvgraph.cli.ranks import follows
 from kvgraph.contract.plain import to_plain
@@ -61,8 +63,10 @@ def generate(
     prefix: Annotated[
         Path | None,
         typer.Option(
+            metavar="<path>",
+            parser=named,
             help="File of kvgraph prefill; PROMPT's tokens follow its own. Let it end where a word "
-            "ends, and PROMPT begin with the space."
+            "ends, and PROMPT begin with the space.",
         ),
     ] = None,
     host_memory: HostMemory = None,
@@ -80,6 +84,7 @@ def generate(
     from kvgraph.runtime.prefix_file import read_prefix
     from kvgraph.runtime.sampling import SamplingParams
 
+    prompt = text_of("prompt", prompt)
     sampling = SamplingParams(
         max_new_tokens=max_new_tokens,
         temperature=temperature,
@@ -87,7 +92,7 @@ def generate(
         top_p=top_p,
         repetition_penalty=repetition_penalty,
         seed=seed,
-        stop=stop or (),
+        stop=[text_of("--stop", one) for one in stop or ()],
         ignore_eos=ignore_eos,
     )
     with working("loading the artifact"):

@@ -25,6 +25,17 @@ def named(given: str) -> Path:
     return Path(given)
 
 
+def text_of(option: str, given: str) -> str:
+    """Text that was given as UTF-8 in any locale: others leave its bytes as surrogates.
+
+    RequestError for bytes that are not UTF-8.
+    """
+    try:
+        return given.encode("utf-8", "surrogateescape").decode("utf-8")
+    except UnicodeError as error:
+        raise RequestError(f"{option}: expected text in UTF-8, got {error}") from error
+
+
 MODEL_DIR = typer.Argument(metavar="MODEL_DIR", parser=named, help="Hugging Face checkpoint.")
 ArtifactFolder = Annotated[
     Path, typer.Argument(metavar="DIR", parser=named, help="Artifact folder.")

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from kvgraph.cli.console import print_json, stdout, terminable, working
-from kvgraph.cli.options import ArtifactFolder, Json, NumPages, Threads, Verify, require_file
+from kvgraph.cli.options import ArtifactFolder, Json, NumPages, Threads, Verify, named, require_file
 from kvgraph.cli.ranks import follows
 from kvgraph.contract.sizes import size_text
 from kvgraph.errors import RequestError
@@ -17,9 +17,15 @@ from kvgraph.plural import plural
 
 def prefill(
     artifact: ArtifactFolder,
-    prompt_file: Annotated[Path, typer.Option(help="Text file to compute ahead of time.")],
+    prompt_file: Annotated[
+        Path,
+        typer.Option(metavar="<path>", parser=named, help="Text file to compute ahead of time."),
+    ],
     output: Annotated[
-        Path, typer.Option("--output", "-o", readable=False, help="File to write: NAME.kvp.")
+        Path,
+        typer.Option(
+            "--output", "-o", metavar="<path>", parser=named, help="File to write: NAME.kvp."
+        ),
     ],
     num_pages: NumPages = None,
     threads: Threads = None,

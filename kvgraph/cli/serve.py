@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from dataclasses import replace
 from enum import StrEnum
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -24,13 +23,15 @@ from kvgraph.cli.options import (
     RemoteServer,
     Threads,
     Verify,
+    named,
     require_file,
+    text_of,
 )
 from kvgraph.cli.ranks import follows
 from kvgraph.contract.devices import Target
+from kvgraph.contract.loading import require_package
 from kvgraph.errors import (
     ArtifactError,
-    MissingDependencyError,
     RequestError,
     UnsupportedError,
 )
@@ -62,7 +63,10 @@ def serve(
     host: Annotated[str, typer.Option(help="Address to listen at.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port to listen at; 0 takes a free one.")] = 8000,
     uds: Annotated[
-        Path | None, typer.Option(help="Unix socket to listen at, instead of an address.")
+        Path | None,
+        typer.Option(
+            metavar="<path>", parser=named, help="Unix socket to listen at, instead of an address."
+        ),
     ] = None,
     keep_alive_seconds: Annotated[
         int,
@@ -78,7 +82,9 @@ def serve(
     api_key_file: Annotated[
         Path | None,
         typer.Option(
-            help="File of API keys, one a line, read once at the start [default: no key]."
+            metavar="<path>",
+            parser=named,
+            help="File of API keys, one a line, read once at the start [default: no key].",
         ),
     ] = None,
     drain_seconds: Annotated[
@@ -171,10 +177,7 @@ def serve(
 ) -> None:
     """Serve an artifact over HTTP, as OpenAI's clients ask; SIGTERM drains it."""
     for name in NEEDED:
-        if find_spec(name) is None:
-            raise MissingDependencyError(
-                f"{name}: needed to serve, not installed; pip install 'kvgraph[serve]'"
-            )
+        require_package(name, "needed to serve", "pip install 'kvgraph[serve]'")
     from kvgraph.runtime.artifact import load, read
     from kvgraph.serve.log import LinesOfTasks
     from kvgraph.serve.server import serve as serve_engine
@@ -207,7 +210,7 @@ def serve(
         allowed_origins=_origins(allowed_origins or []),
         kv_events=kv_events,
         kv_events_replay=kv_events_replay,
-        kv_events_topic=kv_events_topic,
+        kv_events_topic=text_of("--kv-events-topic", kv_events_topic),
     )
     if replicas is None:
         loaded = read(artifact, verify=verify or None)
@@ -317,10 +320,7 @@ def _require_replicas(
         raise RequestError("--nice: expected one engine, got --replicas")
     if uds is not None:
         raise RequestError("--uds: expected one engine, got --replicas")
-    if find_spec("ray") is None:
-        raise MissingDependencyError(
-            "ray: needed for --replicas, not installed; pip install 'kvgraph[ray]'"
-        )
+    require_package("ray", "needed for --replicas", "pip install 'kvgraph[ray]'")
 
 
 def _origins(given: list[str]) -> tuple[str, ...]:

@@ -20,11 +20,11 @@ import stat
 import tempfile
 import warnings
 from collections.abc import Collection, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path, PurePosixPath
 
 from kvgraph.contract.files import can_read, can_write, kind_of, naming, require_utf8
-from kvgraph.contract.leftovers import MADE, OWNER, owned, remove_if_empty, unowned
+from kvgraph.contract.leftovers import MADE, OWNER, making, owned, remove_if_empty, unowned
 from kvgraph.contract.manifest import MANIFEST_NAME, listed_names
 from kvgraph.errors import ArtifactError, KVGraphError
 from kvgraph.signal_handlers import ignoring, reraise_if_signalled
@@ -107,23 +107,31 @@ def settle_leftovers(out: Path) -> None:
 
 @contextmanager
 def staging(out: Path, *, force: bool) -> Iterator[Path]:
-    """A folder next to `out` that becomes `out` on success and disappears on failure. Errors of
-    kvgraph name `out` in its place.
+    """A folder next to `out` that becomes `out` on success and disappears on failure, with the
+    parents of `out` that were made for it. Errors of kvgraph name `out` in its place.
 
     `require_free` runs again at the end, so files that appeared at `out` meanwhile are not lost. A
     killed process leaves the old artifact or the new one, and a hidden folder, which the next
     compile to the same place removes.
     """
     out = absolute(out)
-    try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        settle_leftovers(out)
-        folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=out.parent))
-    except OSError as error:
-        reraise_if_signalled(error)
-        raise ArtifactError(
-            f"{out}: expected a folder at {out.parent} to make it in, got {error.strerror!r}"
-        ) from error
+    with ExitStack() as parents:
+        try:
+            parents.enter_context(making(out.parent))
+            settle_leftovers(out)
+            folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=out.parent))
+        except OSError as error:
+            reraise_if_signalled(error)
+            raise ArtifactError(
+                f"{out}: expected a folder at {out.parent} to make it in, got {error.strerror!r}"
+            ) from error
+        with _staged(out, folder, force=force) as made:
+            yield made
+
+
+@contextmanager
+def _staged(out: Path, folder: Path, *, force: bool) -> Iterator[Path]:
+    """`staging` in `folder`, which is new and empty."""
     made = folder / MADE
     with naming(out, str(folder)), owned(folder, MARKER | {"output": out.name}):
         try:

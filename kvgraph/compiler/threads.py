@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cache
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from kvgraph.contract.devices import processors
-from kvgraph.contract.threads import threads_needed
+from kvgraph.contract.threads import executor, threads_needed
+
+if TYPE_CHECKING:
+    from concurrent.futures import Future, ThreadPoolExecutor
 
 MOST = 8
 """Most threads: more would pack faster than one thread can write."""
@@ -37,7 +39,7 @@ def in_order(calls: Iterable[Callable[[], Result]]) -> Iterator[Result]:
 @cache
 def _threads() -> tuple[ThreadPoolExecutor, int]:
     count = min(MOST, len(processors()))
-    return ThreadPoolExecutor(count, "kvgraph-pack"), count
+    return executor(count, "kvgraph-pack"), count
 
 
 os.register_at_fork(after_in_child=_threads.cache_clear)  # threads do not survive a fork

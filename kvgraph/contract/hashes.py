@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
+from itertools import islice
 from pathlib import Path, PurePosixPath
 
 from kvgraph.contract.dims import ceildiv
 from kvgraph.contract.files import inside, kind_of
 from kvgraph.contract.manifest_values import require_digest
 from kvgraph.contract.plain import in_short
-from kvgraph.contract.threads import threads_needed
+from kvgraph.contract.threads import mapped
 from kvgraph.errors import ArtifactError
 from kvgraph.progress import Advance, task
 from kvgraph.signal_handlers import reraise_if_signalled
@@ -23,6 +21,9 @@ from kvgraph.signal_handlers import reraise_if_signalled
 CHUNK_BYTES = 16 << 20
 PIECE_BYTES = 256 << 10
 """Bytes of one read. Whole chunks, one for each thread, would stay in the process's memory."""
+
+THREADS = "kvgraph-hashes"
+"""Name of the threads that hash."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,25 +49,31 @@ def require_entries(files: Mapping[str, FileEntry]) -> None:
 
 def hash_files(folder: Path, names: Iterable[str]) -> dict[str, FileEntry]:
     """Entries of the files `names`, sorted by name; chunks are hashed in parallel."""
-    paths = {name: folder / name for name in sorted(names)}
-    total = sum(path.stat().st_size for path in paths.values())
-    with task("hashing", total, "bytes") as advance, _pool() as pool:
-        return {name: _entry(path, pool.map, advance) for name, path in paths.items()}
+    sizes = {name: (folder / name).stat().st_size for name in sorted(names)}
+    jobs = [
+        (folder / name, index)
+        for name, size in sizes.items()
+        for index in range(ceildiv(size, CHUNK_BYTES))
+    ]
+    with (
+        task("hashing", sum(sizes.values()), "bytes") as advance,
+        mapped(_hash_chunk, jobs, THREADS) as hashed,
+    ):
+        return {name: _entry(size, hashed, advance) for name, size in sizes.items()}
 
 
-def _entry(
-    path: Path, each: Callable[..., Iterable[tuple[str, int]]], advance: Advance
-) -> FileEntry:
-    """Size and chunk hashes of one file. `each`: a thread pool's `map`."""
-    size, chunks = path.stat().st_size, []
-    for found, nbytes in each(partial(_hash_chunk, path), range(ceildiv(size, CHUNK_BYTES))):
+def _entry(size: int, hashed: Iterator[tuple[str, int]], advance: Advance) -> FileEntry:
+    """The entry of a file of `size` bytes, whose chunks are next in `hashed`."""
+    chunks = []
+    for found, nbytes in islice(hashed, ceildiv(size, CHUNK_BYTES)):
         chunks.append(found)
         advance(nbytes)
     return FileEntry(size, chunks)
 
 
-def _hash_chunk(path: Path, index: int) -> tuple[str, int]:
-    """SHA-256 and number of bytes of the file's chunk `index`; the last chunk may be short."""
+def _hash_chunk(job: tuple[Path, int]) -> tuple[str, int]:
+    """SHA-256 and number of bytes of a file's chunk; the last chunk may be short."""
+    path, index = job
     with path.open("rb", buffering=0) as file:
         return _hash_open_chunk(file.fileno(), index)
 
@@ -113,17 +120,14 @@ def verify_files(folder: Path, files: Mapping[str, FileEntry]) -> None:
         for index, chunk in enumerate(entry.chunks)
     ]
     total = sum(entry.size for entry in files.values())
-    with task("hashing", total, "bytes") as advance, _pool() as pool:
-        for sentence, nbytes in pool.map(_check_chunk, jobs):
+    with (
+        task("hashing", total, "bytes") as advance,
+        mapped(_check_chunk, jobs, THREADS) as checked,
+    ):
+        for sentence, nbytes in checked:
             if sentence:
                 raise ArtifactError(sentence)
             advance(nbytes)
-
-
-@contextmanager
-def _pool() -> Iterator[ThreadPoolExecutor]:
-    with threads_needed(), ThreadPoolExecutor() as pool:
-        yield pool
 
 
 def inside_folder(folder: Path, name: str) -> Path:
@@ -152,7 +156,7 @@ def _is_link(folder: Path, name: str) -> bool:
 def _check_chunk(job: tuple[Path, int, str]) -> tuple[str | None, int]:
     """Error text of a chunk, None if it is intact, and the chunk's number of bytes."""
     path, index, expected = job
-    found, nbytes = _hash_chunk(path, index)
+    found, nbytes = _hash_chunk((path, index))
     if found == expected:
         return None, nbytes
     why = f"expected SHA-256 {expected} from the manifest, got {found}"

@@ -17,7 +17,7 @@ import stat
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from kvgraph.contract.plain import JsonObject
@@ -35,6 +35,26 @@ OLD_SECONDS = 3600.0
 
 SCRATCH = {"kvgraph": "scratch"}
 """What `owner` says in a folder of `scratch`."""
+
+
+@contextmanager
+def making(folder: Path) -> Iterator[None]:
+    """Make `folder` and its parents. If this scope raises, those that it made and that are empty
+    are removed."""
+    made: list[Path] = []
+    try:
+        for each in reversed([folder, *folder.parents]):
+            if not each.is_dir():
+                with suppress(FileExistsError):  # of another process; a file raises below
+                    each.mkdir()
+                    made.append(each)
+        folder.mkdir(exist_ok=True)
+        yield
+    except BaseException:
+        for each in reversed(made):
+            with ignoring(OSError):
+                each.rmdir()
+        raise
 
 
 @contextmanager

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib import import_module
 from types import ModuleType
 
@@ -21,13 +23,14 @@ STEPS = (
     (NOT_MAPPED, f"{MEMORY}, or use a folder that is not mounted noexec"),
     (os.strerror(errno.ENOMEM), MEMORY),
     ("bad_alloc", MEMORY),
+    ("atexit after shutdown", "import it before the main thread ends"),
     (os.strerror(errno.ENFILE), "raise the system's limit of open files (fs.file-max)"),
     (os.strerror(errno.EMFILE), "raise the limit of open files (`ulimit -n`)"),
     (os.strerror(errno.EFBIG), "raise the limit of a file's size (`ulimit -f`)"),
     (os.strerror(errno.EACCES), "let this user read it (see `ls -l` and `chmod`)"),
 )
-"""Parts of the system's messages, and the next step for each. The first part that is found counts:
-ENFILE's message begins like EMFILE's."""
+"""Parts of messages, of the system or of Python, and the next step for each. The first part that is
+found counts: ENFILE's message begins like EMFILE's."""
 
 
 def next_step(why: str, otherwise: str) -> str:
@@ -42,10 +45,17 @@ def with_step(sentence: str, why: str) -> str:
 
 
 def require_package(module: str, need: str, install: str, package: str = "") -> ModuleType:
-    """Import and return `module`; the error of `unimportable` if that fails for another reason
-    than memory."""
-    try:
+    """Import and return `module`, in a scope of `importing`."""
+    with importing(module, need, install, package):
         return import_module(module)
+
+
+@contextmanager
+def importing(module: str, need: str, install: str, package: str = "") -> Iterator[None]:
+    """Raise the error of `unimportable` if the import of `module` in this scope fails for another
+    reason than memory."""
+    try:
+        yield
     except MemoryError:
         raise
     except Exception as error:

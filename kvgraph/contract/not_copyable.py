@@ -10,6 +10,6 @@ class NotCopyable:
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         raise TypeError(
-            f"{type(self).__name__}: expected one owner of its memory, got a copy or a pickle of "
-            "it; make another one"
+            f"{type(self).__name__}: expected one owner of what it holds, got a copy or a pickle "
+            "of it; make another one"
         )

@@ -1,7 +1,8 @@
 """Input symbols of each cache kind, and the emitters that turn them into a framework's inputs.
 
 A record holds one device's symbols. It is flat in field order under iteration, indexing and
-`len`; nothing is allocated. Frameworks are imported inside the emitter that needs them.
+`len`; nothing is allocated. Frameworks are imported inside the emitter that needs them, which
+raises MissingDependencyError without it.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from kvgraph.contract.dims import (
     split_dim,
 )
 from kvgraph.contract.dtypes import DTYPES
+from kvgraph.contract.loading import require_package
 from kvgraph.contract.values import require_integer
 from kvgraph.errors import BindingError
 
@@ -39,6 +41,8 @@ ExportArguments: TypeAlias = "tuple[tuple[torch.Tensor, ...], tuple[dict[int, Ex
 
 REPLICA = "replica_"
 """Prefix of a record's dims if there are several replicas; the replica's number follows it."""
+
+INSTALL = "pip install 'kvgraph[compile]'"
 
 MAX_EXTENTS: Mapping[str, int] = {
     BATCH_SIZE: 4096,
@@ -269,6 +273,7 @@ def emit_torch_export(symbols: Sequence[TensorType]) -> ExportArguments:
     A module's `*rest` or record parameter is one argument: nest `args` and `dynamic_shapes` alike,
     with a record's shapes as a list.
     """
+    require_package("torch", "needed for arguments of torch.export", INSTALL)
     import torch
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.export import Dim as ExportDim
@@ -300,8 +305,7 @@ def _export_dim(dim: str, dims: Mapping[str, ExportDim]) -> ExportDim:
 
 def emit_onnx(symbols: Sequence[TensorType]) -> list[ValueInfoProto]:
     """One ONNX ValueInfoProto per symbol, its symbolic dims as dim_params."""
-    import onnx
-
+    onnx = require_package("onnx", "needed for values of ONNX", INSTALL)
     return [
         onnx.helper.make_tensor_value_info(s.name, DTYPES[s.dtype].onnx, list(s.shape))
         for s in symbols

@@ -13,7 +13,6 @@ import signal
 import threading
 import zlib
 from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -24,6 +23,7 @@ from kvgraph import ptx
 from kvgraph.contract.files import reading
 from kvgraph.contract.manifest import ExecutedKernel, Manifest, read_measured, write_manifest
 from kvgraph.contract.plain import in_short
+from kvgraph.contract.threads import threads_needed
 from kvgraph.errors import ArtifactError, KernelError
 from kvgraph.kernels import matrix_trials, trials
 from kvgraph.kernels.linear_plan import roles_of
@@ -109,6 +109,9 @@ def executed(kernels: Sequence[StoredKernel], jobs: int) -> Generator[list[Ran],
     They end with this process, and when the iterator is closed or raises. KernelError if a kernel
     faults, or if its result differs from the reference.
     """
+    with threads_needed():
+        from concurrent.futures import ProcessPoolExecutor
+
     # A fork would have this process's locks without its threads.
     clean = multiprocessing.get_context("spawn")
     theirs, ours = clean.Pipe(duplex=False)
@@ -120,7 +123,7 @@ def executed(kernels: Sequence[StoredKernel], jobs: int) -> Generator[list[Ran],
         ) as pool,
     ):
         try:
-            with _starts():  # Ctrl-C is for this process: it ends the others
+            with threads_needed(), _starts():  # Ctrl-C is for this process: it ends the others
                 tasks = [pool.submit(run_task, task) for task in tasks_of(kernels)]
             for task in tasks:  # tasks are not cancelled: the pool's thread would raise an error
                 yield task.result()

@@ -16,6 +16,7 @@ from kvgraph.contract.inputs import (
     SessionInterface,
     join_devices,
 )
+from kvgraph.contract.not_copyable import NotCopyable
 from kvgraph.contract.params import KVCacheParamInterface, KVCacheParams, as_devices
 from kvgraph.contract.symbols import KVCacheInputSymbols
 from kvgraph.contract.synonyms import also_named
@@ -35,7 +36,7 @@ from kvgraph.kv.requests import (
 from kvgraph.signal_handlers import ignoring
 
 
-class KVCacheManager(ABC):
+class KVCacheManager(NotCopyable, ABC):
     """Bookkeeping of a KV cache: `claim -> (alloc -> runtime_inputs -> step)* -> release`.
 
     A manager never reads or writes K and V: sessions run graphs over the buffers that

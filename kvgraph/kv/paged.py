@@ -12,7 +12,6 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property
 
 from kvgraph.contract.inputs import BatchCharacteristics, KVCacheInputs, SessionInterface
-from kvgraph.contract.not_copyable import NotCopyable
 from kvgraph.contract.params import KVCacheParamInterface, KVCacheStrategy
 from kvgraph.contract.synonyms import also_named
 from kvgraph.errors import ParamsError
@@ -46,7 +45,7 @@ OTHER_MANAGERS = {
 """Managers of caches that are not paged, by the cache's strategy."""
 
 
-class PagedKVCacheManager(PagedQueries, NotCopyable):
+class PagedKVCacheManager(PagedQueries):
     """Paged KV cache of one or more data-parallel replicas, each of one or more shards.
 
     - `params`: one cache, or a tree of caches (`MultiKVCacheParams`) behind each request

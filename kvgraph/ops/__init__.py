@@ -1,7 +1,7 @@
 """The ops of kvgraph's graphs: each has one declaration, from which all of its forms are derived.
 
 The functions here, such as `store_kv`, are the torch forms, for the author of an `nn.Module`; torch
-is imported when the first of them is looked up.
+is imported when the first of them is looked up: MissingDependencyError without it.
 """
 
 from __future__ import annotations
@@ -172,7 +172,11 @@ if not TYPE_CHECKING:
 
     def __getattr__(name: str) -> object:
         if name in FUNCTIONS:
-            import torch  # noqa: F401  must be first: it registers the ops (kvgraph/_torch.py)
+            from kvgraph.contract.loading import require_package
+
+            # torch must be first: it registers the ops (kvgraph/_torch.py)
+            need = f"needed for kvgraph.ops.{name}"
+            require_package("torch", need, "pip install 'kvgraph[compile]'")
 
             from kvgraph.ops import torch_ops
 

@@ -19,6 +19,7 @@ from functools import cache
 from typing import ClassVar, Protocol
 
 from kvgraph.contract.dims import Array
+from kvgraph.contract.not_copyable import NotCopyable
 from kvgraph.errors import RankError
 from kvgraph.ops import native
 
@@ -81,7 +82,7 @@ class _Group(ctypes.Structure):
     ]
 
 
-class Group:
+class Group(NotCopyable):
     """One rank of a group of `size` ranks that share `memory` (`shared_bytes(size)` zeroed bytes).
 
     `exits`: for each rank a descriptor that is readable once its process has ended, or -1; the

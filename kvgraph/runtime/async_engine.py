@@ -103,8 +103,9 @@ class AsyncEngine(NotCopyable):
         try:
             with threads_needed():
                 self._thread.start()
-        except Exception:
-            self._thread, self.engine._is_shared = None, False
+        except BaseException:
+            if self._thread.ident is None:  # an interrupt may come once the thread runs
+                self._thread, self.engine._is_shared = None, False
             raise
 
     async def close(self) -> None:

@@ -15,10 +15,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 import numpy as np
 import numpy.typing as npt
 
+from kvgraph.contract.loading import importing
 from kvgraph.contract.manifest import ModelInfo
 from kvgraph.contract.plain import JsonObject
 from kvgraph.contract.tokenizer import is_panic
-from kvgraph.errors import MissingDependencyError, RequestError, UnsupportedError
+from kvgraph.errors import RequestError, UnsupportedError
 from kvgraph.kv.requests import TextContext
 from kvgraph.runtime.edits import LogitEdits
 from kvgraph.runtime.forced_text import forced_text
@@ -124,12 +125,9 @@ class Guides:
             raise RequestError(
                 f"{field}: expected an artifact with a tokenizer, and {self._folder} has none"
             )
-        try:
+        with importing("llguidance", f"needed for {field}", "pip install 'kvgraph[guide]'"):
             from llguidance import LLExecutor, LLTokenizer
-        except ImportError as error:
-            raise MissingDependencyError(
-                f'{field}: expected llguidance, got none; pip install "kvgraph[guide]"'
-            ) from error
+
         known = self._tokenizer.get_vocab_size()
         size = max(self.vocab_size, known)
         # llguidance requires an end token. For a model without one, use the last token, which then

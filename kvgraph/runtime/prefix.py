@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from kvgraph.contract.dims import Array
-from kvgraph.contract.files import require_replaceable
+from kvgraph.contract.files import as_path, require_replaceable
 from kvgraph.errors import GenerationError, RequestError
 from kvgraph.kv.paged import PagedKVCacheManager
 from kvgraph.kv.requests import TextContext
@@ -29,7 +29,7 @@ def write_prefix(engine: Engine, prompt: str | Sequence[int], path: str | Path) 
     not share pages, or a file at `path` that is not a prefix. GenerationError if the model's
     logits for the prompt are not numbers.
     """
-    kv, path = engine.kv, Path(path)
+    kv, path = engine.kv, as_path("prefix", path)
     if not (isinstance(kv, PagedKVCacheManager) and kv.params.enable_prefix_caching):
         raise RequestError("prefix: expected a paged cache with prefix caching, got one without")
     tokens = engine.tokenize(prompt) if isinstance(prompt, str) else token_ids(prompt)

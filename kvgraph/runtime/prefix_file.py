@@ -22,7 +22,8 @@ import numpy as np
 import numpy.typing as npt
 
 from kvgraph.contract.dims import Array
-from kvgraph.contract.files import open_regular, reading, replacing
+from kvgraph.contract.files import as_path, open_regular, reading, replacing
+from kvgraph.contract.not_copyable import NotCopyable
 from kvgraph.contract.plain import in_short
 from kvgraph.errors import ArtifactError
 from kvgraph.kv.tiers.store import KEY_BYTES, StoreStats
@@ -60,7 +61,7 @@ def save_prefix(path: Path, metadata: Mapping[str, str], tensors: Tensors) -> Pr
 
 def read_prefix(path: str | Path) -> Prefix:
     """Read and verify a file of `save_prefix`; ArtifactError if it is damaged or another file."""
-    path = Path(path)
+    path = as_path("prefix", path)
     metadata, tensors = _read(path)
     if metadata.get("format") != FORMAT:
         raise ArtifactError(
@@ -136,7 +137,7 @@ def is_prefix(path: Path) -> bool:
         return False
 
 
-class PrefixStore:
+class PrefixStore(NotCopyable):
     """A prefix as a read-only page store. ArtifactError if it belongs to another artifact."""
 
     name = "prefix"

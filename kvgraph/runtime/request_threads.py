@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
-from kvgraph.contract.threads import threads_needed
+from kvgraph.contract.threads import executor, threads_needed
 from kvgraph.errors import RequestError
+
+if TYPE_CHECKING:
+    from concurrent.futures import ThreadPoolExecutor
 
 T = TypeVar("T")
 
@@ -22,8 +24,8 @@ class RequestThreads:
     """
 
     def __init__(self) -> None:
-        self._texts = ThreadPoolExecutor(2, "kvgraph-texts")
-        self._grammars = ThreadPoolExecutor(1, "kvgraph-grammars")
+        self._texts = executor(2, "kvgraph-texts")
+        self._grammars = executor(1, "kvgraph-grammars")
         self._closed = asyncio.Event()
 
     async def tokenize(self, work: Callable[[], T]) -> T:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 
 import msgspec
 from msgspec import Raw
 
+from kvgraph.contract.threads import executor, threads_needed
 from kvgraph.runtime.logprobs import Logprob, TokenLogprobs
 from kvgraph.runtime.sampling import Token
 from kvgraph.serve.errors import error_body, for_client
@@ -19,7 +19,7 @@ DONE = b"data: [DONE]\n\n"
 MANY = 8192
 """Log-probabilities from which on an answer is not built on the event loop: about 5 ms."""
 
-BUILDING = ThreadPoolExecutor(1, "kvgraph-answers")
+BUILDING = executor(1, "kvgraph-answers")
 """One thread only: Python's lock would let no second one run, and the event loop would wait."""
 
 encoded = msgspec.json.Encoder().encode
@@ -31,7 +31,9 @@ async def built(count: int, build: Callable[[], object]) -> Raw:
     if count < MANY:
         return Raw(encoded(build()))
     loop = asyncio.get_running_loop()
-    return await loop.run_in_executor(BUILDING, lambda: Raw(encoded(build())))
+    with threads_needed():
+        building = loop.run_in_executor(BUILDING, lambda: Raw(encoded(build())))
+    return await building
 
 
 def event(body: object) -> bytes:

@@ -18,7 +18,7 @@ OPTIONAL = (
     "llguidance.gbnf_to_lark",
     "llguidance.numpy",
 )
-"""Modules of extras. A request that needs one that is not there is refused by name."""
+"""Modules of extras. A request that needs one that cannot be imported is refused by name."""
 
 
 def import_for_requests() -> None:
@@ -26,5 +26,5 @@ def import_for_requests() -> None:
     for name in NEEDED:
         import_module(name)
     for name in OPTIONAL:
-        with suppress(ImportError):
+        with suppress(Exception):
             import_module(name)

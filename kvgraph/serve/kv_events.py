@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from kvgraph.contract.loading import require_package
+from kvgraph.contract.not_copyable import NotCopyable
 from kvgraph.contract.threads import threads_needed
 from kvgraph.errors import RequestError
 from kvgraph.kv.pool.journal import Event, PageRemoved, PagesCleared, PageStored
@@ -67,7 +68,7 @@ class Batch(msgspec.Struct, array_like=True):
     data_parallel_rank: int = 0
 
 
-class KVEventPublisher:
+class KVEventPublisher(NotCopyable):
     """Publishes events at `endpoint` ("tcp://*:5557"), and answers at `replay` if it is given.
 
     MissingDependencyError without pyzmq; RequestError for an endpoint that cannot be bound;

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from kvgraph.contract.dims import ceildiv
+from kvgraph.contract.not_copyable import NotCopyable
 from kvgraph.contract.plain import JsonObject
 from kvgraph.contract.tokenizer import LONG_TEXT, byte_pieces, most_characters
 from kvgraph.errors import ArtifactError, RequestError
@@ -218,7 +219,7 @@ class Service(ABC):
         return 0 if self.served is None else self.served.admission.num_open
 
 
-class EngineService(Service):
+class EngineService(Service, NotCopyable):
     """Serves one engine of this process. `make` creates it in a thread, meanwhile requests are
     answered."""
 

@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+from torch import nn
 
+import kvgraph
 from kvgraph.compiler.frontends import found_instead
+from kvgraph.errors import ArtifactError
+from kvgraph.runtime.prefix_file import read_prefix
 from tests.bad_input.damage import refused, sentence
 from tests.support.command_line import run
 
@@ -99,6 +105,16 @@ def test_a_pipe_in_place_of_a_model(tmp_path: Path) -> None:
         (("inspect", ""), "artifact"),
         (("generate", "", "The"), "artifact"),
         (("bench", "model", ""), "artifacts"),
+        (("bench", "model", "--model", ""), "--model"),
+        (("bench", "model", "--peer-models", ""), "--peer-models"),
+        (("bench", "model", "--save", ""), "--save"),
+        (("bench", "model", "--plot", ""), "--plot"),
+        (("compile", "model", "-o", "out", "--quality-text", ""), "--quality-text"),
+        (("generate", "model", "The", "--prefix", ""), "--prefix"),
+        (("prefill", "model", "--prompt-file", "", "-o", "out"), "--prompt-file"),
+        (("prefill", "model", "--prompt-file", "text", "-o", ""), "--output"),
+        (("serve", "model", "--uds", ""), "--uds"),
+        (("serve", "model", "--api-key-file", ""), "--api-key-file"),
         (("cache", "stat", ""), "folder"),
     ],
 )
@@ -108,3 +124,22 @@ def test_an_empty_path_is_not_the_working_folder(
     """As of a variable of the shell that is not set."""
     monkeypatch.chdir(tmp_path)
     assert sentence(run(*arguments)) == f"{name}: expected a path, got ''"
+
+
+SIZES: dict[str, Any] = {"vocab_size": 8, "max_seq_len": 8}
+
+
+@pytest.mark.parametrize(
+    ("call", "name"),
+    [
+        (lambda: read_prefix(""), "prefix"),
+        (lambda: kvgraph.compile(nn.Linear(8, 8), "out", tokenizer="", **SIZES), "tokenizer"),
+        (lambda: kvgraph.compile("model", "out", dump_passes=""), "dump_passes"),
+    ],
+)
+def test_an_empty_path_of_a_call(
+    call: Callable[[], object], name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ArtifactError, match=f"^{name}: expected a path, got str ''$"):
+        call()

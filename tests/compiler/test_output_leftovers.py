@@ -215,3 +215,12 @@ def test_killed_at_any_line_the_old_artifact_or_the_new_one_is_left(
         assert not any(path.name != OWNER or path.read_text() for path in unmarked), i
     assert seen == sorted(seen, reverse=True)
     assert {*seen} == {True, False}
+
+
+def test_a_compile_that_fails_leaves_no_parents(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    for parents in ("new/a", "empty/a"):
+        out = tmp_path / parents / "out"
+        with pytest.raises(FileNotFoundError), staging(out, force=False) as made:
+            (made / "absent").read_bytes()
+    assert sorted(tmp_path.rglob("*")) == [tmp_path / "empty"]

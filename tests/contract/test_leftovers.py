@@ -14,7 +14,7 @@ from unittest import mock
 import pytest
 
 from kvgraph.contract import leftovers
-from kvgraph.contract.leftovers import OWNER, owned, scratch
+from kvgraph.contract.leftovers import OWNER, making, owned, scratch
 from kvgraph.errors import ArtifactError
 
 KILLED = """
@@ -140,3 +140,37 @@ def test_no_temporary_folder(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "gettempdir", mock.Mock(side_effect=none))
     with pytest.raises(ArtifactError, match=r"^TMPDIR: .* got .*\['/tmp'\]\"; set TMPDIR to one$"):
         scratch("test").__enter__()
+
+
+@pytest.mark.parametrize("there", [(), ("new",), ("new/a",), ("new/a/b",)])
+def test_folders_that_were_made_are_removed_after_an_error(
+    there: tuple[str, ...], tmp_path: Path
+) -> None:
+    for name in there:
+        (tmp_path / name).mkdir(parents=True)
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(KeyboardInterrupt), making(tmp_path / "new" / "a" / "b"):
+        raise KeyboardInterrupt
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_folders_that_others_use_meanwhile_are_kept(tmp_path: Path) -> None:
+    new = tmp_path / "new"
+    with pytest.raises(FileExistsError), making(new / "a"):
+        [(new / "file").touch(exist_ok=False) for _ in range(2)]
+    assert sorted(tmp_path.rglob("*")) == [new, new / "file"]
+
+
+def test_folders_of_a_scope_that_ends_well_are_kept(tmp_path: Path) -> None:
+    with making(tmp_path / "new" / "a"):
+        assert (tmp_path / "new" / "a").is_dir()
+    assert (tmp_path / "new" / "a").is_dir()
+
+
+def test_a_file_in_place_of_a_folder(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(NotADirectoryError), making(tmp_path / "new" / ".." / "file" / "a"):
+        pass
+    with pytest.raises(FileExistsError), making(tmp_path / "file"):
+        pass
+    assert list(tmp_path.iterdir()) == [tmp_path / "file"]

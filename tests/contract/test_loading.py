@@ -5,11 +5,17 @@ from __future__ import annotations
 import errno
 import os
 import re
+import sys
+from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
+import kvgraph.onnx
+import kvgraph.ops
 from kvgraph.contract.loading import next_step, require_package, unimportable
+from kvgraph.contract.symbols import emit_onnx, emit_torch_export
 from kvgraph.errors import MissingDependencyError
 
 
@@ -19,6 +25,7 @@ from kvgraph.errors import MissingDependencyError
         ("failed to map segment from shared object", r"`ulimit -v`.* noexec"),
         (os.strerror(errno.ENOMEM), "`ulimit -v`"),
         ("std::bad_alloc", "`ulimit -v`"),
+        ("can't register atexit after shutdown", "before the main thread ends"),
         (os.strerror(errno.EMFILE), "`ulimit -n`"),
         (os.strerror(errno.ENFILE), r"fs\.file-max"),
         (os.strerror(errno.EFBIG), "`ulimit -f`"),
@@ -94,3 +101,27 @@ def test_memory_that_an_import_lacks(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(MemoryError):
         require_package("large_one", "needed here", "pip install x")
+
+
+NEEDS: dict[str, tuple[str, Callable[[], object]]] = {
+    "kvgraph.ops.linear": ("torch", lambda: kvgraph.ops.linear),
+    "kvgraph.ops.store_kv": ("torch", lambda: kvgraph.ops.store_kv),
+    "kvgraph.onnx.lower_caches": ("torch", lambda: kvgraph.onnx.lower_caches(None)),  # type: ignore[arg-type]
+    "kvgraph.onnx.translation_table": ("onnxscript", kvgraph.onnx.translation_table),
+    "kvgraph.onnx.register_schemas": ("onnx", kvgraph.onnx.register_schemas),
+    "arguments of torch.export": ("torch", lambda: emit_torch_export([])),
+    "values of ONNX": ("onnx", lambda: emit_onnx([])),
+}
+
+
+@pytest.mark.parametrize("what", NEEDS)
+def test_a_public_function_without_its_package(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    package, call = NEEDS[what]
+    for module in ("torch", "onnx", "onnxscript"):
+        if module == package:
+            monkeypatch.setitem(sys.modules, module, None)
+        else:
+            monkeypatch.setitem(sys.modules, module, ModuleType(module))
+    message = f"{package}: needed for {what}, not installed; pip install 'kvgraph[compile]'"
+    with pytest.raises(MissingDependencyError, match=f"^{re.escape(message)}$"):
+        call()

@@ -382,4 +382,13 @@ def test_a_package_that_is_not_installed(module: str, package: str) -> None:
     code = f"import sys; sys.modules[{package!r}] = None; import kvgraph.kv.tiers.{module}"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert f"MissingDependencyError: {package}: needed by the" in done.stderr
-    assert "pip install 'kvgraph[tiers]'" in done.stderr
+    assert "not installed; pip install 'kvgraph[tiers]'" in done.stderr
+
+
+@pytest.mark.parametrize(("module", "package"), [("remote", "redis"), ("disk.store", "xxhash")])
+def test_a_package_that_is_broken(module: str, package: str, tmp_path: Path) -> None:
+    (tmp_path / f"{package}.py").write_text("import absent_one")
+    code = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); import kvgraph.kv.tiers.{module}"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert f"MissingDependencyError: {package}: needed by the" in done.stderr
+    assert "installed, and it cannot be imported" in done.stderr

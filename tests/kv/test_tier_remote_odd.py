@@ -16,7 +16,7 @@ import pytest
 from kvgraph.errors import StoreError
 from kvgraph.kv.tiers import remote
 from kvgraph.kv.tiers.remote import RemoteStore
-from tests.kv.remote_pages import KEYS, MODEL, SIZE, got, put, recover
+from tests.kv.remote_pages import KEYS, MODEL, SIZE, got, page, put, recover
 from tests.support.redis_server import RedisServer, answering
 
 
@@ -210,5 +210,25 @@ def test_a_database_that_the_server_does_not_have(tmp_path: Path) -> None:
     try:
         with pytest.raises(StoreError, match="a database that it does not have"):
             RemoteStore(f"{server.url()}?db=99", MODEL, SIZE)
+    finally:
+        server.kill()
+
+
+def test_pages_are_written_while_python_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From Python 3.12 on, the thread of a deadline cannot start then."""
+
+    def start(thread: threading.Thread) -> None:
+        raise RuntimeError("can't create new thread at interpreter shutdown")
+
+    server = RedisServer(tmp_path)
+    server.start()
+    try:
+        store = RemoteStore(server.url(), MODEL, SIZE)
+        monkeypatch.setattr(threading.Thread, "start", start)
+        assert put(store, 0) == [True]
+        assert got(store, 0) == page(0)
+        store.close()
     finally:
         server.kill()

@@ -17,12 +17,15 @@ import numpy as np
 import pytest
 
 import kvgraph
-from kvgraph.errors import ArtifactError, RankError
+from kvgraph.errors import ArtifactError, CapacityError, RankError
 from kvgraph.ops.group import Group, shared_bytes
+from kvgraph.runtime.folder import ArtifactFolder
 from kvgraph.runtime.ranks import leader, meeting
 from kvgraph.runtime.ranks.follower import Follower
 from kvgraph.runtime.ranks.launched import Launched
+from kvgraph.runtime.ranks.sessions import open_leader
 from kvgraph.runtime.ranks.wire import Wire
+from kvgraph.runtime.sessions.base import Session
 from tests.ranks.test_running import FACTS, met
 from tests.support import command_line
 from tests.support.ports import free_port
@@ -97,6 +100,33 @@ def test_two_interrupts_of_a_step_end_the_ranks(
             engine.step()
     with pytest.raises(RankError, match=r"rank 0: expected it to take part .* its failure"):
         engine.step()
+
+
+@pytest.mark.parametrize("refused", ["rank 1", "rank 0", "threads"])
+def test_ranks_of_which_one_does_not_open_leave_no_connection(
+    refused: str, two: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[socket.socket] = []
+    artifact, pair = kvgraph.load(two), socket.socketpair
+
+    def make(part: ArtifactFolder, threads: int | None) -> Session:
+        if refused == f"rank {part.rank}":
+            raise ArtifactError(refused)
+        return artifact.checked_unless_rank()._make(None, part, threads)
+
+    def socketpair() -> tuple[socket.socket, socket.socket]:
+        made.extend(pair())
+        return made[0], made[1]
+
+    def start(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(socket, "socketpair", socketpair)
+    if refused == "threads":
+        monkeypatch.setattr(threading.Thread, "start", start)
+    with pytest.raises((ArtifactError, CapacityError), match=refused):
+        open_leader(artifact, make, 1, 10.0)
+    assert [one.fileno() for one in made] == [-1, -1]
 
 
 def test_a_step_that_is_not_the_next_is_refused() -> None:

@@ -145,11 +145,11 @@ def look():
             engine.generate(["The"])  # the thread that ends Python may go on
         except Exception as error:
             print(error)
-    thread = threading.Thread(target=ask)
-    thread.start()
+    is_ending.set()
     thread.join()
 
 def ask():
+    is_ending.wait()
     try:
         engine.generate(["The"])
     except RequestError as error:
@@ -157,6 +157,9 @@ def ask():
 
 from kvgraph import Engine, RequestError
 engine = Engine(sys.argv[1], num_pages=400, num_threads=2)
+is_ending = threading.Event()
+thread = threading.Thread(target=ask, daemon=True)  # from Python 3.12 on, none starts in a hook
+thread.start()
 """
 
 

@@ -49,6 +49,10 @@ def fails(*_: object) -> None:
     raise RuntimeError("can't create new thread at interpreter shutdown")
 
 
+def interrupted(*_: object) -> None:
+    raise KeyboardInterrupt
+
+
 def test_a_start_that_fails_spoils_no_engine(
     compiled: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -62,10 +66,36 @@ def test_a_start_that_fails_spoils_no_engine(
     async def task() -> None:
         with monkeypatch.context() as patch:
             patch.setattr(threading.Thread, "start", fails)
-            with pytest.raises(RuntimeError, match="shutdown"):
+            with pytest.raises(CapacityError, match=r"^threads: .* got the end of Python"):
+                await shared.start()
+            patch.setattr(threading.Thread, "start", interrupted)
+            with pytest.raises(KeyboardInterrupt):
                 await shared.start()
         assert len(engine.generate(["The"], greedy(2))[0].token_ids) == 2
         async with AsyncEngine(engine) as other:
             assert len((await other.generate("The", greedy(2))).token_ids) == 2
+
+    asyncio.run(task())
+
+
+def test_an_interrupt_once_the_thread_runs_leaves_it_the_engine(
+    compiled: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begin = threading.Thread.start
+
+    def start(thread: threading.Thread) -> None:
+        begin(thread)
+        raise KeyboardInterrupt
+
+    async def task() -> None:
+        shared = AsyncEngine(Engine(compiled("tiny-llama"), num_threads=1))
+        with monkeypatch.context() as patch:
+            patch.setattr(threading.Thread, "start", start)
+            with pytest.raises(KeyboardInterrupt):
+                await shared.start()
+        with pytest.raises(RequestError, match="was started already"):
+            await shared.start()
+        await asyncio.wait_for(shared.close(), 60)
+        assert not any(thread.name == "kvgraph-engine" for thread in threading.enumerate())
 
     asyncio.run(task())

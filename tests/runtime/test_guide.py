@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from random import Random
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -386,7 +387,10 @@ def test_params_are_plain_values() -> None:
 
 def test_without_llguidance(artifact: Artifact, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = Engine(artifact, session=Recalling(artifact), num_pages=8)
-    monkeypatch.setitem(sys.modules, "llguidance", None)
-    with pytest.raises(MissingDependencyError, match=r'pip install "kvgraph\[guide\]"'):
-        engine.submit(PROMPT, SamplingParams(guided_regex="a"))
-    assert not engine.busy
+    broken = "installed, .*cannot import name .*pip install --upgrade"
+    for module, why in ((None, "not installed; pip install"), (ModuleType("llguidance"), broken)):
+        monkeypatch.setitem(sys.modules, "llguidance", module)
+        message = f"^llguidance: needed for guided_regex, {why} 'kvgraph\\[guide\\]'"
+        with pytest.raises(MissingDependencyError, match=message):
+            engine.submit(PROMPT, SamplingParams(guided_regex="a"))
+        assert not engine.busy

@@ -19,6 +19,7 @@ from kvgraph.compiler.frontends.text_files import (
     text_files,
 )
 from kvgraph.compiler.model import Model
+from kvgraph.contract.files import as_path
 from kvgraph.contract.generation import GENERATION
 from kvgraph.contract.manifest_values import MOST
 from kvgraph.contract.tokenizer import read_tokenizer
@@ -95,7 +96,7 @@ def _kind(given: object) -> str:
 def _files(tokenizer: str | Path | None, vocab_size: int) -> Files:
     if tokenizer is None:
         return {}
-    path = Path(tokenizer)
+    path = as_path("tokenizer", tokenizer)
     if path.is_file():
         read_tokenizer(path, ModelError)
         return {TOKENIZER: path}

@@ -4,14 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from kvgraph.errors import MissingDependencyError
+from kvgraph.contract.loading import importing
 
-try:
+with importing("xxhash", "needed by the disk and remote tiers", "pip install 'kvgraph[tiers]'"):
     import xxhash
-except ImportError as error:
-    raise MissingDependencyError(
-        "xxhash: needed by the disk and remote tiers, not installed; pip install 'kvgraph[tiers]'"
-    ) from error
 
 DIGEST_BYTES = 16
 

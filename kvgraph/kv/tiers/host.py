@@ -15,6 +15,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import numpy as np
 import numpy.typing as npt
 
+from kvgraph.contract.not_copyable import NotCopyable
+
 Bytes = npt.NDArray[np.uint8]
 
 
@@ -63,7 +65,7 @@ class Shelf:
         return slot
 
 
-class HostStore:
+class HostStore(NotCopyable):
     """Pages in host memory, by key. Not thread-safe: the connector's lock guards it.
 
     `pages`, `staging`: numbers of slots by record size. `allocate(nbytes)` allocates the slab.

@@ -20,20 +20,18 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
-from kvgraph.errors import MissingDependencyError, StoreError
+from kvgraph.contract.loading import importing
+from kvgraph.contract.not_copyable import NotCopyable
+from kvgraph.errors import StoreError
 from kvgraph.kv.tiers.address import require_address, said, server_of
 from kvgraph.kv.tiers.checksum import DIGEST_BYTES, checksum
 from kvgraph.kv.tiers.store import StoreStats
-
-try:
-    import redis
-except ImportError as error:
-    raise MissingDependencyError(
-        "redis: needed by the remote tier, not installed; pip install 'kvgraph[tiers]'"
-    ) from error
-
-from kvgraph.kv.tiers.wire import Wire
 from kvgraph.signal_handlers import reraise_if_signalled
+
+with importing("redis", "needed by the remote tier", "pip install 'kvgraph[tiers]'"):
+    import redis
+
+    from kvgraph.kv.tiers.wire import Wire
 
 TIMEOUT_SECONDS = 1.0
 """Longest time of one exchange with the server, connecting included."""
@@ -53,7 +51,7 @@ MOST_BESIDE_A_PAGE = 4 << 20
 log = logging.getLogger("kvgraph.tiers")
 
 
-class RemoteStore:
+class RemoteStore(NotCopyable):
     """A `PageStore` (see there) at `url`: redis://, rediss:// (TLS) or unix://.
 
     An exchange with the server ends within `timeout` seconds. A call is one exchange, a write two,

@@ -28,6 +28,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvgraph.contract.files import open_regular
+from kvgraph.contract.not_copyable import NotCopyable
 from kvgraph.contract.plain import JsonObject
 from kvgraph.errors import KVGraphError, TransferError
 from kvgraph.kv.paged import PagedKVCacheManager
@@ -45,7 +46,7 @@ MOST_HEADER = 64 << 20
 Way = Literal["connection", "shared_memory", "nixl"]
 
 
-class PageTransfer:
+class PageTransfer(NotCopyable):
     """Sends pages of one replica of `manager`, or receives them, on the manager's thread.
 
     Both sides need the same model and layout, tensor-parallel layout included. An error leaves both

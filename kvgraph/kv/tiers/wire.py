@@ -5,13 +5,14 @@ from __future__ import annotations
 import socket
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import redis
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
+from kvgraph.contract.threads import EndingError, threads_needed
 from kvgraph.signal_handlers import ignoring, reraise_if_signalled
 
 
@@ -123,10 +124,11 @@ class Wire:
     @contextmanager
     def _deadline(self) -> Iterator[None]:
         """Cut the connection after `timeout` seconds in all; a socket's own time-out restarts with
-        every byte."""
+        every byte. Once Python ends and starts no thread, only that time-out is left."""
         timer = threading.Timer(self._timeout, self._cut)
         timer.daemon = True
-        timer.start()
+        with suppress(EndingError), threads_needed():
+            timer.start()
         try:
             yield
         finally:

@@ -21,6 +21,7 @@ from itertools import groupby
 
 import numpy as np
 
+from kvgraph.contract.not_copyable import NotCopyable
 from kvgraph.contract.threads import start_all
 from kvgraph.kv.metrics import KVCacheMetrics
 from kvgraph.kv.tiers.connector import Lookup, Move, Transfer
@@ -46,7 +47,7 @@ Job = Callable[[], None]
 log = logging.getLogger("kvgraph.tiers")
 
 
-class TierWorkers:
+class TierWorkers(NotCopyable):
     """Two threads, or none (`threads=False`: everything runs in `work`, for tests).
 
     - `stores`: every page is written to all; `sources` (bound prefixes) are only read, and first

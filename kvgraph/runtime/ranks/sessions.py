@@ -10,7 +10,7 @@ from dataclasses import replace
 from kvgraph.contract.devices import Target
 from kvgraph.contract.host_memory import host_zeros
 from kvgraph.contract.plain import to_json, to_plain
-from kvgraph.contract.threads import threads_needed
+from kvgraph.contract.threads import start_all
 from kvgraph.errors import RankError, RequestError, UnsupportedError
 from kvgraph.ops.group import Group, shared_bytes
 from kvgraph.ops.specs import ABI_VERSION
@@ -61,12 +61,12 @@ def open_leader(
         wire.limit(OPENING_SECONDS)
     try:
         session = make(artifact, _threads(artifact, num_threads, own.here))
+        return LeaderSession(session, group, wires, maps_pools=own.is_on_one_machine)
     except BaseException:  # the others learn of it by the end of their connections
         group.close()
         for wire in wires:
             wire.close()
         raise
-    return LeaderSession(session, group, wires, maps_pools=own.is_on_one_machine)
 
 
 def follow(
@@ -94,11 +94,11 @@ def follow(
     try:
         part = replace(artifact, rank=own.rank)
         session = make(part, _threads(artifact, num_threads, own.here))
+        joined(own)
     except BaseException:
         group.close()
         wire.close()
         raise
-    joined(own)
     Follower(session, group, wire).serve()
 
 
@@ -119,24 +119,29 @@ def _in_threads(
     memory = host_zeros("collectives", (shared_bytes(size),), "uint8")
     groups = [Group(memory, rank, size, [-1] * size, timeout) for rank in range(size)]
     wires: list[Wire] = []
-    running: list[threading.Thread] = []
+    ends: list[socket.socket] = []
+    serving: list[threading.Thread] = []
 
     def ended() -> None:
-        for thread in running:
-            thread.join(timeout)
+        for thread in serving:
+            if thread.ident is not None:
+                thread.join(timeout)
 
     try:
         for rank in range(1, size):
             near, far = socket.socketpair()
+            wires.append(Wire(near, rank))
+            ends.append(far)
             session = make(replace(artifact, rank=rank), threads)
             follower = Follower(session, groups[rank], Wire(far, 0))
-            thread = threading.Thread(target=_serve, args=(follower, far), daemon=True)
-            with threads_needed():
-                thread.start()
-            running.append(thread)
-            wires.append(Wire(near, rank))
-        return LeaderSession(make(artifact, threads), groups[0], wires, ended)
+            serving.append(threading.Thread(target=_serve, args=(follower, far), daemon=True))
+        session = make(artifact, threads)
+        start_all(serving)
+        return LeaderSession(session, groups[0], wires, ended)
     except BaseException:
+        running = [thread for thread in serving if thread.ident is not None]
+        for far in ends[len(running) :]:  # the others are closed by their threads
+            far.close()
         end_ranks(wires, groups[0], ended)
         raise
 

@@ -23,6 +23,7 @@ import numpy as np
 
 from kvgraph.contract.dims import Array
 from kvgraph.contract.dtypes import DTYPES
+from kvgraph.contract.not_copyable import NotCopyable
 from kvgraph.errors import RankError, UnsupportedError
 from kvgraph.ops.group import gone, is_readable
 from kvgraph.signal_handlers import reraise_if_signalled
@@ -31,7 +32,7 @@ MOST_HEADER_BYTES = 1 << 20
 MOST_ARRAY_BYTES = 1 << 31
 
 
-class Wire:
+class Wire(NotCopyable):
     """One end of a connection to `peer`, the rank at the other end."""
 
     def __init__(self, connection: socket.socket, peer: int) -> None:

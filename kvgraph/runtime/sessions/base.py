@@ -19,6 +19,7 @@ from kvgraph.contract.files import reading
 from kvgraph.contract.hashes import is_intact
 from kvgraph.contract.host_memory import host_zeros
 from kvgraph.contract.inputs import Buffer, KVCacheInputs, KVCacheInputsInterface, ModelInputs
+from kvgraph.contract.not_copyable import NotCopyable
 from kvgraph.contract.params import KVCacheParamInterface, KVCacheStrategy
 from kvgraph.contract.signature import LOGITS_INDICES, OWN_INPUTS, Typed
 from kvgraph.errors import ArtifactError, BindingError
@@ -32,7 +33,7 @@ FEW = 32
 """Up to this many numbers are compared one by one: NumPy takes 28 us with cold CPU caches."""
 
 
-class Session(ABC):
+class Session(NotCopyable, ABC):
     """A loaded artifact that runs one step at a time; RequestError for overlapping calls."""
 
     host_pools = True
@@ -89,7 +90,7 @@ class Session(ABC):
         memory = host_zeros(symbol.name, shape, symbol.dtype)
         return Buffer(symbol.dtype, shape, symbol.device, memory)
 
-    def require_ranks(self) -> None:  # noqa: B027  # most sessions have no other ranks
+    def require_ranks(self) -> None:  # most sessions have no other ranks
         """Raise RankError if a rank has ended, so that no step can run. Call it between steps."""
 
     def require_unchanged(self) -> None:
@@ -98,7 +99,7 @@ class Session(ABC):
         for file in self._watched:
             file.require_unchanged()
 
-    def close(self) -> None:  # noqa: B027
+    def close(self) -> None:
         """End the other ranks, which wait for steps. Idempotent."""
 
     def free_memory(self) -> int | None:
@@ -277,7 +278,7 @@ class Session(ABC):
         return self._run(arrays)
 
 
-class MappedFile:
+class MappedFile(NotCopyable):
     """A file that a session maps, held open: `name` of the artifact's rank."""
 
     def __init__(self, artifact: ArtifactFolder, name: str) -> None:

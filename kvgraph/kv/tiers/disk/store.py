@@ -43,6 +43,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
+from kvgraph.contract.not_copyable import NotCopyable
 from kvgraph.errors import StoreError
 from kvgraph.kv.tiers.checksum import checksum
 from kvgraph.kv.tiers.disk.damage import BusyError, is_full
@@ -79,7 +80,7 @@ LOST = (sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_IOERR)
 log = logging.getLogger("kvgraph.tiers")
 
 
-class DiskStore:
+class DiskStore(NotCopyable):
     """A `PageStore` (see there) in `folder`, which need not exist and serves one user.
 
     `limit`: most bytes of the pages of all models and processes there; the index adds about 300 per
