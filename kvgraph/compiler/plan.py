@@ -242,7 +242,7 @@ class _Describer:
         from kvgraph.compiler.frontends import measured
 
         found = measured.describe(self._described, self.dtype, ranks)
-        return self._as_stored(found, self._tensors)
+        return self._as_stored(found, self._tensors(ranks))
 
     @cached_property
     def _described(self) -> huggingface.Description:
@@ -250,11 +250,10 @@ class _Describer:
 
         return describe(self.folder, self.dtype)
 
-    @cached_property
-    def _tensors(self) -> Mapping[str, KeptAs]:
+    def _tensors(self, ranks: int) -> Mapping[str, KeptAs]:
         from kvgraph.compiler.frontends import measured
 
-        return measured.kept_tensors(self._described, self.folder, self.config)
+        return measured.kept_tensors(self._described, self.folder, self.config, self.dtype, ranks)
 
     def _as_stored(self, found: ModelSizes, tensors: Mapping[str, KeptAs]) -> ModelSizes:
         """`found` with the forms of quantised weights, and notes on doubts.

@@ -25,6 +25,8 @@ from kvgraph.plural import plural
 NAMES = {bits: name for name, bits in WEIGHT_BITS.items()}
 """Bits of packed weights -> name for the user."""
 
+HALVES = (torch.bfloat16, torch.float16)
+
 Piece = tuple[str, torch.Tensor]
 """A parameter's name, and its next rows after those of earlier pieces."""
 
@@ -50,6 +52,8 @@ class Weights:
     """`where` of layers with more inputs than kernels can sum in the bits that they would have."""
     inputs_rounded: set[str] = field(default_factory=set)
     """`where` of layers with inputs that are rounded to 8 bits too."""
+    tables: defaultdict[str, set[str]] = field(default_factory=lambda: defaultdict(set))
+    """Name of a dtype -> token tables with it that the checkpoint has in fewer bits."""
 
     plain: str = NAMES[PLAIN_BITS]
     """Name, for notes, of the dtype of layers with PLAIN_BITS."""
@@ -67,6 +71,18 @@ class Weights:
             return self.checkpoint.get(name, dtype or tensor.dtype)
         held = tensor.detach()
         return Converted(name, held.shape, held.dtype, lambda: held)
+
+    def half_of(self, name: str, tensor: torch.Tensor) -> torch.dtype:
+        """The 16-bit dtype for the token table `name`, which is `tensor` in the program: the
+        checkpoint's own, or else the one that rounds its numbers least, for which they are read
+        once."""
+        stored = self.checkpoint.values.get(name) if self.checkpoint is not None else None
+        if stored is not None and stored.dtype in HALVES:
+            return stored.dtype
+        half = _least_rounding(self.values(name, tensor).pieces())
+        if stored is not None and min(stored.bits, stored.stored_bits) < PLAIN_BITS:
+            self.tables[str(half).removeprefix("torch.")].add(name)
+        return half
 
     def form_of(
         self,
@@ -126,6 +142,11 @@ class Weights:
                 f"weights: {self.plain} for {len(self.wide)} {plural('layer', len(self.wide))}, "
                 f"since kernels sum at most {MOST_SUMMED} inputs in int8 or int4 without groups"
             )
+        notes += [
+            f"weights: {dtype} for {len(names)} token {plural('table', len(names))} that the "
+            "checkpoint has in fewer bits"
+            for dtype, names in sorted(self.tables.items())
+        ]
         if count := len(self.inputs_rounded):
             notes.append(
                 f"weights: inputs of {count} linear {plural('layer', count)} are rounded to 8 "
@@ -174,3 +195,14 @@ class Weights:
         for name, fake in fakes.items():
             whole = torch.cat(parts.pop(name)).reshape(fake.shape)
             program.state_dict[name] = torch.nn.Parameter(whole, requires_grad=False)
+
+
+def _least_rounding(pieces: Iterable[torch.Tensor]) -> torch.dtype:
+    """bfloat16 if it holds all numbers, or if the largest is too large for float16; else float16,
+    which has 3 more bits of fraction."""
+    is_exact, largest = True, 0.0
+    for piece in pieces:
+        is_exact = is_exact and torch.equal(piece, piece.bfloat16().to(piece.dtype))
+        largest = max(largest, float(piece.abs().max()))
+    fits = largest <= torch.finfo(torch.float16).max
+    return torch.float16 if fits and not is_exact else torch.bfloat16

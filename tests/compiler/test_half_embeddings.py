@@ -1,12 +1,15 @@
-"""Which tables become bfloat16 next to packed weights, on both levels."""
+"""Which tables get 16 bits next to packed weights, on both levels, and which dtype."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 import kvgraph
@@ -14,6 +17,8 @@ from kvgraph import ops
 from kvgraph.compiler.passes.half_embeddings import half_embeddings
 from kvgraph.compiler.passes.parameters import held
 from kvgraph.contract.safetensors import read_layout
+from tests.support import gguf_files
+from tests.support.models import make_model
 from tests.support.programs import packed_by
 
 
@@ -36,7 +41,7 @@ OF_TOKENS = kvgraph.GraphSignature(
 )
 
 
-def test_tables_that_are_only_gathered_from_become_bfloat16() -> None:
+def test_tables_that_are_only_gathered_from_get_16_bits() -> None:
     module, tokens = Tables(), torch.arange(40)
     program = torch.export.export(module, (tokens,))
     expected = module(tokens)
@@ -47,11 +52,11 @@ def test_tables_that_are_only_gathered_from_become_bfloat16() -> None:
     ]
     lookups = [n for n in program.graph.nodes if n.target is torch.ops.aten.embedding.default]
     dtypes = [found[1].dtype for n in lookups if (found := held(program, n.args[0]))]
-    assert dtypes == [torch.bfloat16, torch.bfloat16, torch.float32]
+    assert dtypes == [torch.float16, torch.float16, torch.float32]
     assert "only.weight" not in program.state_dict
     with torch.no_grad():
         found = program.module()(tokens)
-        module.only.weight.copy_(module.only.weight.bfloat16())
+        module.only.weight.copy_(module.only.weight.half())
     assert torch.equal(found, module(tokens))
     assert not torch.equal(found, expected)
 
@@ -85,7 +90,7 @@ TABLES = ("words", "places", "fixed", "angles")
 
 
 @pytest.mark.parametrize("backend", ["onnx", "torch"])
-def test_only_parameters_of_tokens_become_bfloat16(backend: str, tmp_path: Path) -> None:
+def test_only_parameters_of_tokens_get_16_bits(backend: str, tmp_path: Path) -> None:
     """Half an angle of a late position is another one."""
     params = kvgraph.KVCacheParams("float32", n_kv_heads=2, head_dim=8, num_layers=1, page_size=4)
     settings: dict[str, Any] = {"params": params, "vocab_size": 48, "max_seq_len": 64}
@@ -96,5 +101,53 @@ def test_only_parameters_of_tokens_become_bfloat16(backend: str, tmp_path: Path)
     assert entry.applied == 1
     layout = read_layout(tmp_path / "out" / "weights.safetensors")
     tables = {name: x.dtype for name, x in layout.items() if name.partition(".")[0] in TABLES}
-    halves = [name.partition(".")[0] for name, dtype in tables.items() if "BF16" in str(dtype)]
+    halves = [name.partition(".")[0] for name, dtype in tables.items() if dtype == "F16"]
     assert (halves, len(tables)) == (["words"], len(TABLES)), tables
+
+
+def stored_table(folder: Path) -> torch.Tensor:
+    """The token table of an artifact, or of a checkpoint, as it is stored."""
+    with safe_open(folder, "pt") as file:
+        (name,) = (name for name in file.keys() if "embed_tokens" in name)  # noqa: SIM118
+        return file.get_tensor(name)
+
+
+@pytest.mark.parametrize("backend", ["onnx", "torch"])
+@pytest.mark.parametrize(
+    ("dtype", "change", "expected"),
+    [
+        ("float16", lambda x: x, torch.float16),
+        ("bfloat16", lambda x: x, torch.bfloat16),
+        ("float32", lambda x: x, torch.float16),
+        ("float32", lambda x: x.bfloat16().float(), torch.bfloat16),
+        ("float32", lambda x: x + 1e5, torch.bfloat16),
+    ],
+)
+def test_a_table_is_rounded_least(
+    backend: str,
+    dtype: str,
+    change: Callable[[torch.Tensor], torch.Tensor],
+    expected: torch.dtype,
+    tmp_path: Path,
+) -> None:
+    folder = make_model("llama", tmp_path / "model", dtype=dtype, tie_word_embeddings=False)
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    name = "model.embed_tokens.weight"
+    save_file(tensors | {name: change(tensors[name])}, path, {"format": "pt"})
+    given = stored_table(path)
+    kvgraph.compile(folder, tmp_path / "out", backend=backend, weights="int8", check=False)
+    found = stored_table(tmp_path / "out" / "weights.safetensors")
+    assert (found.dtype, found.shape) == (expected, given.shape)
+    assert torch.equal(found, given.to(expected))
+
+
+@pytest.mark.parametrize("backend", ["onnx", "torch"])
+def test_a_note_tells_the_dtype_of_a_table_in_fewer_bits(backend: str, tmp_path: Path) -> None:
+    folder = make_model("llama", tmp_path / "model", tie_word_embeddings=False)
+    model = gguf_files.make(folder, tmp_path / "model.gguf", "Q8_0")
+    manifest = kvgraph.compile(
+        model, tmp_path / "out", backend=backend, weights="stored", check=False
+    )
+    note = "weights: float16 for 1 token table that the checkpoint has in fewer bits"
+    assert note in manifest.notes

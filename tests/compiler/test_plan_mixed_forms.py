@@ -12,6 +12,7 @@ from kvgraph.compiler.described import Experts, Linear, ModelSizes
 from kvgraph.compiler.frontends.stored_forms import StoredForms
 from kvgraph.compiler.joined_forms import KeptAs, joined_form, kept_in
 from kvgraph.contract.dtypes import AS_STORED
+from kvgraph.contract.safetensors import read_layout
 from kvgraph.ops import matrices
 from kvgraph.ops.packed import E2M1, E4M3, INT8, NVFP4, Form
 from tests.compiler.test_stored_weights import arrays_of
@@ -87,8 +88,8 @@ def held(artifact: Path) -> int:
     return sum(array.nbytes for array in arrays_of(artifact).values())
 
 
-def counted(path: Path) -> int:
-    return plan(path, target="cpu", memory=1 << 30, max_seq_len=None).weights
+def counted(path: Path, tp: int = 1) -> int:
+    return plan(path, target="cpu", memory=1 << 30, max_seq_len=None, tp=tp).weights
 
 
 def as_compiled(path: Path, out: Path) -> int:
@@ -131,3 +132,19 @@ def test_a_gguf_file_counts_each_tensor_by_its_own_type(tmp_path: Path) -> None:
     mixed = gguf_files.make(plain, tmp_path / "b.gguf", "Q4_0", kinds=kinds)
     assert counted(mixed) > 1.3 * counted(whole)
     assert counted(mixed) == pytest.approx(as_compiled(mixed, tmp_path / "a.kvg"), rel=0.02)
+
+
+@pytest.mark.parametrize("form", ["w4a16", "w4a16-128", "w8a16", "fp8"])
+def test_a_share_that_ends_within_a_group(form: str, tmp_path: Path) -> None:
+    """Its groups are smaller, or it has none."""
+    sizes = {"hidden_size": 128, "num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 32}
+    shape = sizes | {"intermediate_size": 320 if form == "fp8" else 384}
+    folder = make_model("llama", tmp_path / "plain", num_hidden_layers=1, **shape)
+    folder = quantized.make(form, folder, tmp_path / "packed")
+    for ranks in (2, 4):
+        out = tmp_path / f"{ranks}.kvg"
+        kvgraph.compile(folder, out, page_size=16, tp=ranks, check=False)
+        files = (out / "weights.safetensors", out / "rank0" / "weights.safetensors")
+        layouts = [read_layout(file) for file in files if file.is_file()]
+        own = sum(at.nbytes for layout in layouts for at in layout.values())
+        assert counted(folder, tp=ranks) == pytest.approx(own, rel=0.02)

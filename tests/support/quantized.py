@@ -233,6 +233,7 @@ FORMS: Mapping[str, tuple[dict[str, Any], Callable[..., Packed]]] = {
     ),
     "awq": ({"quant_method": "awq", "bits": 4, "group_size": GROUP, "version": "gemm"}, awq),
     "w4a16": compressed("pack-quantized", **integer(4, strategy="group", group_size=GROUP)),
+    "w4a16-128": compressed("pack-quantized", **integer(4, strategy="group", group_size=128)),
     "w4a16-zero-points": compressed(
         "pack-quantized", **integer(4, strategy="group", group_size=GROUP, symmetric=False)
     ),

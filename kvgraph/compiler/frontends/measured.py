@@ -13,6 +13,7 @@ from torch import nn
 from transformers.activations import SiLUActivation
 from transformers.pytorch_utils import Conv1D
 
+from kvgraph.compiler.checkpoint import Checkpoint
 from kvgraph.compiler.checkpoint_files import indexed, shard_paths
 from kvgraph.compiler.described import Experts, Linear, ModelSizes
 from kvgraph.compiler.frontends import huggingface
@@ -28,6 +29,9 @@ from kvgraph.compiler.quiet import quiet_loggers
 GATES = (("gate_proj", "up_proj"), ("w1", "w3"))
 """Names of a gate and its up projection in an MLP."""
 SILU = (nn.SiLU, SiLUActivation)
+
+OF_DECODER = "model."
+"""What the name of a parameter begins with in a Decoder."""
 
 FREQUENCIES = "inv_freq"
 """The end of the name of a rotary embedding's frequencies in transformers."""
@@ -45,7 +49,9 @@ def describe(model: huggingface.Description, dtype: str, ranks: int = 1) -> Mode
 
     `ranks`: if above 1, sizes of weights are those of rank 0. It raises what `cut` raises.
     """
-    module = _of_rank(model, dtype, ranks) if ranks > 1 else model.module
+    module = model.module
+    if ranks > 1:
+        module = _of_rank(model, dtype, ranks).module.model  # type: ignore[assignment]
     modules = dict(module.named_modules())
     layers = {name: each for name, each in modules.items() if isinstance(each, nn.Linear | Conv1D)}
     tables = {each.weight for each in modules.values() if isinstance(each, nn.Embedding)}
@@ -81,11 +87,14 @@ def describe(model: huggingface.Description, dtype: str, ranks: int = 1) -> Mode
     )
 
 
-def kept_tensors(model: huggingface.Description, folder: Path, config: Config) -> dict[str, KeptAs]:
+def kept_tensors(
+    model: huggingface.Description, folder: Path, config: Config, dtype: str, ranks: int = 1
+) -> dict[str, KeptAs]:
     """How a quantised checkpoint stores the matrices of each parameter, by the names of `model`.
 
-    Empty if its files are not at hand, or it is plain. Of numbers only zero points and orders of
-    inputs are read. It raises what `sources` raises.
+    `ranks`: if above 1, how rank 0 has its share of them. Empty if the checkpoint's files are not
+    at hand, or it is plain. Of numbers only zero points and orders of inputs are read. It raises
+    what `sources` and `cut` raise.
     """
     given, paths = quantization(config), shard_paths(folder)
     at_hand = bool(paths) and all(path.is_file() for path in paths)
@@ -94,8 +103,13 @@ def kept_tensors(model: huggingface.Description, folder: Path, config: Config) -
     larger = "" if model.architecture == config["model_type"] else str(config["model_type"])
     with indexed(folder), quiet_loggers(*huggingface.REPORTING):
         found = sources(model.module, folder, config, larger)
+    whole = Checkpoint(found).renamed(OF_DECODER)
+    own = _of_rank(model, dtype, ranks, whole).checkpoint if ranks > 1 else whole
+    assert own is not None
     return {
-        name: KeptAs(each.form, each.bits) for name, each in found.items() if len(each.shape) > 1
+        name.removeprefix(OF_DECODER): KeptAs(each.form, each.bits)
+        for name, each in own.values.items()
+        if len(each.shape) > 1
     }
 
 
@@ -104,13 +118,14 @@ def _table(module: nn.Module) -> nn.Embedding:
     return table
 
 
-def _of_rank(model: huggingface.Description, dtype: str, ranks: int) -> nn.Module:
-    """The model cut to rank 0's part of `ranks`."""
+def _of_rank(
+    model: huggingface.Description, dtype: str, ranks: int, checkpoint: Checkpoint | None = None
+) -> Model:
+    """Rank 0's part of `ranks` of the model, over the numbers of `checkpoint`."""
     decoder = Decoder(model.module)
     whole = Model(decoder, model.architecture, model.layers, 1, model.max_seq_len, dtype)
     with next(decoder.parameters()).fake_mode:  # type: ignore[attr-defined]
-        own: nn.Module = cut(whole, ranks, 0).module.model  # type: ignore[assignment]
-    return own
+        return cut(replace(whole, checkpoint=checkpoint), ranks, 0)
 
 
 def _has_kernel(module: nn.Module, active: int | None) -> bool:

@@ -1,4 +1,4 @@
-"""Store the float32 table of an aten.embedding in bfloat16, and cast its rows to float32.
+"""Store the float32 table of an aten.embedding in 16 bits, and cast its rows to float32.
 
 Applies to parameters with a row for each token that nothing else reads. So it runs after
 `pack_linear`, which gives a tied projection its own weights. Tables by position stay, because an
@@ -82,13 +82,14 @@ def _halve(program: ExportedProgram, weights: Weights, table: Node, lookups: lis
     expect(weight.dtype == torch.float32, f"expected float32, got {weight.dtype}")
     others = [user.name for user in table.users if user not in lookups]
     expect(not others, f"expected no use but as a table, got {', '.join(others)}")
-    half, source = f"{name}_bfloat16", weights.values(name, weight)
-    stored = add_parameter(program, half, weight.shape, torch.bfloat16)
-    weights.later([half], lambda: ((half, each.to(torch.bfloat16)) for each in source.pieces()))
+    dtype, source = weights.half_of(name, weight), weights.values(name, weight)
+    half = f"{name}_{str(dtype).removeprefix('torch.')}"
+    stored = add_parameter(program, half, weight.shape, dtype)
+    weights.later([half], lambda: ((half, each.to(dtype)) for each in source.pieces()))
     for lookup in lookups:
         users, whole = list(lookup.users), value(lookup)
         lookup.replace_input_with(table, stored)
-        lookup.meta["val"] = whole.to(torch.bfloat16)
+        lookup.meta["val"] = whole.to(dtype)
         with program.graph.inserting_after(lookup):
             cast = program.graph.call_function(aten.to.dtype, (lookup, torch.float32))
         cast.meta["val"] = whole

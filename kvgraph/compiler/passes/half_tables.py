@@ -1,4 +1,4 @@
-"""Store token tables that are only gathered from in bfloat16, and cast their rows to float32.
+"""Store token tables that are only gathered from in 16 bits, and cast their rows to float32.
 
 Applies to parameters of an ONNX graph, as half_embeddings.py does to a program. It runs after
 ONNX's optimiser, which does not recognise a normalisation after a Cast.
@@ -11,12 +11,13 @@ import torch
 from torch.export import ExportedProgram
 
 from kvgraph.compiler.passes import PassReport
+from kvgraph.compiler.weights import Weights
 
 SIZES = ("Shape", "Size")
 """ONNX operators that read no element of their input."""
 
 
-def half_tables(onnx_model: ir.Model, program: ExportedProgram) -> PassReport:
+def half_tables(onnx_model: ir.Model, program: ExportedProgram, weights: Weights) -> PassReport:
     """Rewrite `onnx_model`, which was made of `program`, in place."""
     report = PassReport("half_tables")
     parameters = set(program.graph_signature.parameters)
@@ -33,10 +34,11 @@ def half_tables(onnx_model: ir.Model, program: ExportedProgram) -> PassReport:
         if not all(_inputs_of(use.node.inputs[1]) == {"tokens"} for use in uses):
             continue
         assert table.const_value is not None
-        table.const_value = _halved(table.const_value, name)
-        table.type = ir.TensorType(ir.DataType.BFLOAT16)
+        dtype = weights.half_of(name, program.state_dict[name])
+        table.const_value = _halved(table.const_value, name, dtype)
+        table.dtype = table.const_value.dtype
         for use in uses:
-            _cast_rows(onnx_model.graph, use.node)
+            _cast_rows(onnx_model.graph, use.node, table.const_value.dtype)
         report.applied += 1
     return report
 
@@ -53,21 +55,22 @@ def _inputs_of(index: ir.Value | None) -> set[str | None]:
     return {value.name for value in reached if value is not None and value.is_graph_input()}
 
 
-def _halved(table: ir.TensorProtocol, name: str) -> ir.LazyTensor:
-    """The table in bfloat16, computed only when it is written."""
+def _halved(table: ir.TensorProtocol, name: str, dtype: torch.dtype) -> ir.LazyTensor:
+    """The table in `dtype`, computed only when it is written."""
 
     def compute() -> ir.TensorProtocol:
         values = torch.from_numpy(table.numpy())
-        return ir.tensor_adapters.TorchTensor(values.to(torch.bfloat16), name=name)
+        return ir.tensor_adapters.TorchTensor(values.to(dtype), name=name)
 
     shape = ir.Shape(table.shape.numpy())
-    return ir.LazyTensor(compute, dtype=ir.DataType.BFLOAT16, shape=shape, name=name)
+    stored = ir.tensor_adapters.from_torch_dtype(dtype)
+    return ir.LazyTensor(compute, dtype=stored, shape=shape, name=name)
 
 
-def _cast_rows(graph: ir.Graph, gather: ir.Node) -> None:
+def _cast_rows(graph: ir.Graph, gather: ir.Node, dtype: ir.DataType) -> None:
     rows = gather.outputs[0]
     whole = ir.Value(name=rows.name, type=rows.type, shape=rows.shape)
-    rows.name, rows.type = f"{rows.name}_stored", ir.TensorType(ir.DataType.BFLOAT16)
+    rows.name, rows.type = f"{rows.name}_stored", ir.TensorType(dtype)
     cast = ir.node("Cast", [rows], {"to": int(ir.DataType.FLOAT)}, outputs=[whole])
     graph.insert_after(gather, cast)
     ir.convenience.replace_all_uses_with(rows, whole)
