@@ -219,5 +219,8 @@ def _read_header(path: Path) -> list[StoredTensor]:
     except (SafetensorError, OSError) as error:
         reraise_if_signalled(error)
         why = str(error).splitlines()[0]
-        raise ModelError(f"{path.parent}: cannot read the weights: {path.name}: {why}") from error
+        raise ModelError(
+            f"{path.parent}: cannot read the weights: {path.name}: {why}; copy or download the "
+            "file again"
+        ) from error
     return [StoredTensor(path, name, at.dtype, at.shape, at.offset) for name, at in layout.items()]

@@ -114,10 +114,10 @@ def test_missing_weights(model: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda tensors: tensors.pop(NORM), f"got missing_keys such as {NORM}"),
+        (lambda tensors: tensors.pop(NORM), f"got none for some, such as {NORM}"),
         (
             lambda tensors: tensors.update({NORM: tensors[NORM][:3].copy()}),
-            rf"got mismatched_keys such as .*{NORM}.*\[3\].*\[128\]",
+            rf"got other shapes than its config.json says, such as .*{NORM}.*\[3\].*\[128\]",
         ),
     ],
     ids=["missing", "mismatched"],
@@ -179,7 +179,8 @@ def test_gguf_files(tmp_path: Path) -> None:
         "b.gguf; give one of them"
     )
     for name in ("gguf/a.gguf", "unnamed"):
-        expected = f"{tmp_path}/{name}: expected a GGUF file, got a damaged one"
+        said = "expected a GGUF file, got a damaged one; copy or download it again"
+        expected = f"{tmp_path}/{name}: {said}"
         assert either(tmp_path, tmp_path / name) == expected
     (tmp_path / "weights.safetensors").write_bytes(b"")
     assert either(tmp_path, tmp_path / "weights.safetensors").endswith(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import onnx
@@ -20,6 +20,7 @@ from kvgraph.ops.packed import E2M1, INT8, LEVELS, Form, powers
 from tests.compiler import test_gguf_layers
 from tests.compiler.test_gguf_architectures import make, refused
 from tests.compiler.test_stored_weights import arrays_of, meant
+from tests.support import gguf_files
 from tests.support.plans import plan
 
 
@@ -101,3 +102,12 @@ def checkpoint(folder: Path) -> Mapping[str, Values]:
     found = huggingface.load(folder, "float32", weightless=True).checkpoint
     assert isinstance(found, Checkpoint)
     return found.values
+
+
+def test_a_width_of_dense_layers_in_a_file_that_has_none(
+    model_folder: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """It may be larger than each dim."""
+    path, width = tmp_path / "model.gguf", {"qwen3moe__feed_forward_length": 6144}
+    gguf_files.make(model_folder("qwen3_moe"), path, **width)
+    kvgraph.compile(path, tmp_path / "a.kvg", page_size=16)

@@ -17,6 +17,7 @@ from kvgraph.compiler.frontends import huggingface
 from kvgraph.compiler.frontends.folder import read_config
 from kvgraph.compiler.frontends.left_plain import left_plain
 from kvgraph.compiler.frontends.stored_forms import stored_forms
+from kvgraph.compiler.quantized.parts import group_size
 from tests.support import quantized
 
 LAYER = "model.layers.1.mlp.up_proj"
@@ -159,3 +160,11 @@ def configure(folder: Path, given: dict[str, Any]) -> None:
     path = folder / "config.json"
     config = json.loads(path.read_text()) | {"quantization_config": given}
     path.write_text(json.dumps(config))
+
+
+@pytest.mark.parametrize(
+    ("inputs", "count", "size"),
+    [(128, 4, 32), (128, 1, 128), (160, 3, 64), (1408, 11, 128), (48, 3, 16), (100, 3, 34)],
+)
+def test_the_size_of_groups_that_a_note_tells(inputs: int, count: int, size: int) -> None:
+    assert group_size(inputs, count) == size

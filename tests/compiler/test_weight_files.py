@@ -203,26 +203,27 @@ Tensors = dict[str, torch.Tensor]
         *(
             (
                 lambda t, prefix=prefix: {prefix + name: t[name] for name in t},
-                f"missing_keys such as (.*); strip '{prefix}' from the names of tensors, as in "
+                f"none for some, such as (.*); strip '{prefix}' from the names of tensors, as in "
                 rf"{prefix}\1",
             )
             for prefix in ("_orig_mod.", "module.", "base_model.model.")
         ),
         (
             lambda t: {name.replace("1.input_layernorm", "1.ln"): t[name] for name in t},
-            f"missing_keys such as {NORM}; the first tensor without a place is "
+            f"none for some, such as {NORM}; the first tensor without a place is "
             "model.layers.1.ln.weight",
         ),
         (
             lambda t: (
                 {f"base_model.model.{name}": t[name] for name in t} | {ADAPTER: torch.ones(8, 64)}
             ),
-            f"missing_keys such as .*; merge the LoRA adapter, such as {ADAPTER}, into its base "
+            f"none for some, such as .*; merge the LoRA adapter, such as {ADAPTER}, into its base "
             r"model \(peft: merge_and_unload, then save_pretrained\) and compile that folder",
         ),
         (
             lambda t: t | {NORM: torch.ones(3)},
-            rf"mismatched_keys such as {NORM} \[3\] for \[64\]",
+            rf"other shapes than its config.json says, such as {NORM} \[3\] for \[64\]; take all "
+            "files of the checkpoint from its publisher again",
         ),
     ],
 )

@@ -147,10 +147,10 @@ def change(folder: Path, edit: Callable[[dict[str, torch.Tensor]], Any]) -> None
 @pytest.mark.parametrize(
     ("edit", "message"),
     [
-        (lambda t: t.pop(NORM), f"got missing_keys such as {NORM}"),
+        (lambda t: t.pop(NORM), f"got none for some, such as {NORM}"),
         (
             lambda t: t.update({NORM: t[NORM][:3].clone()}),
-            f"got mismatched_keys such as {NORM} [3] for [64]",
+            f"got other shapes than its config.json says, such as {NORM} [3] for [64]",
         ),
     ],
 )

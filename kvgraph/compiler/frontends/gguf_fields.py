@@ -211,6 +211,8 @@ SIZES = (
 )
 """Fields of COUNTS that are dims of tensors, or divide one."""
 
+DENSE = ".ffn_down.weight"
+
 LAYER = re.compile(r"blk\.(\d+)\.")
 
 
@@ -276,6 +278,8 @@ def require_counts(path: Path, reader: Reader, kind: str) -> None:
     largest = max((int(size) for tensor in reader.tensors for size in tensor.shape), default=0)
     most = {"nextn_predict_layers": layers, "block_count": layers + behind}
     most |= dict.fromkeys(SIZES, largest)
+    if not any(tensor.name.endswith(DENSE) for tensor in reader.tensors):
+        del most["feed_forward_length"]  # layers are mixtures, and no tensor has this width
     for name, limit in most.items():
         what = "the largest dim of its tensors" if name in SIZES else "the layers of its tensors"
         given = contents(reader, own := f"{kind}.{name}")

@@ -117,7 +117,9 @@ def _open(path: Path) -> Reader:
         if unknown is not None:
             wanted = "one that the gguf package knows"
             raise refuse(path, "type of a tensor", wanted, f"number {unknown[1]}") from error
-        raise ModelError(f"{path}: expected a GGUF file, got a damaged one") from error
+        raise ModelError(
+            f"{path}: expected a GGUF file, got a damaged one; copy or download it again"
+        ) from error
     if reader.byte_order != "I":
         raise UnsupportedError(
             f"{path}: expected a little-endian GGUF file, got a big-endian one; convert it with "

@@ -60,12 +60,24 @@ def notes_of(left: Sequence[str]) -> tuple[str, ...]:
     return (f"weights: no place in the model for {count} of the checkpoint, such as {left[0]}",)
 
 
+GOT = {
+    "missing_keys": "got none for some, such as",
+    "mismatched_keys": "got other shapes than its config.json says, such as",
+    "error_msgs": "got",
+}
+"""transformers' name of a problem -> how an error tells it."""
+
+
 def incomplete(folder: Path, problem: str, first: str, left: Sequence[str]) -> ModelError:
-    """The error for parameters without weights. `left`: tensors of the checkpoint without use."""
+    """The error for parameters without weights.
+
+    `problem`: transformers' name of it; `first`: what has it. `left`: tensors of the checkpoint
+    without use.
+    """
     named = next((name for name in left if name.endswith(f".{first}")), None)
     adapter = next((name for name in left if ".lora_" in name), None)
     alone = next((name for name in left if ONE_EXPERT.search(name)), None)
-    step = ""
+    step = "; take all files of the checkpoint from its publisher again"
     if adapter is not None:
         step = f"; merge the LoRA adapter, such as {adapter}, into its base model {MERGE}"
     elif named is not None:
@@ -78,7 +90,7 @@ def incomplete(folder: Path, problem: str, first: str, left: Sequence[str]) -> M
     elif left:
         step = f"; the first tensor without a place is {left[0]}"
     return ModelError(
-        f"{folder}: expected weights for every parameter, got {problem} such as {first}{step}"
+        f"{folder}: expected weights for every parameter, {GOT[problem]} {first}{step}"
     )
 
 

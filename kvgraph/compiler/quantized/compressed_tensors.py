@@ -25,7 +25,7 @@ from kvgraph.compiler.frontends.left_plain import CLASS, Group, groups_for, targ
 from kvgraph.compiler.frontends.stored_forms import BY_INPUT
 from kvgraph.compiler.quantized.floats import FLOAT8, FourBits, scaled
 from kvgraph.compiler.quantized.integers import Integers
-from kvgraph.compiler.quantized.parts import Parts, read_finite, unpack
+from kvgraph.compiler.quantized.parts import Parts, group_size, read_finite, unpack
 from kvgraph.compiler.values import Plain, Rows, Values
 from kvgraph.errors import ModelError
 
@@ -216,7 +216,7 @@ def _groups(
         parts.require_even_groups(scales, inputs, count, sizes)
     parts.require_shape(scales, (outputs, count), (1,), ())
     whole = "one scale" if scales.shape in ((), (1,)) and outputs > 1 else "a scale a row"
-    parts.kinds.add(whole if count == 1 else f"groups of {-(-inputs // count)}")
+    parts.kinds.add(whole if count == 1 else f"groups of {group_size(inputs, count)}")
     return count, index
 
 

@@ -18,7 +18,7 @@ import torch
 from kvgraph.compiler.frontends.folder import Config
 from kvgraph.compiler.frontends.left_plain import is_start
 from kvgraph.compiler.quantized.integers import Integers
-from kvgraph.compiler.quantized.parts import Parts, read_finite, sizes_of_rules, unpack
+from kvgraph.compiler.quantized.parts import Parts, group_size, read_finite, sizes_of_rules, unpack
 from kvgraph.compiler.values import Plain, Rows, Values
 
 BITS = (2, 4, 8)
@@ -84,7 +84,7 @@ def _weight(parts: Parts, stem: str, usual: int, less: int) -> _Grouped:
     index = parts.find_index(f"{stem}.g_idx", inputs, groups)
     if index is None:
         parts.require_even_groups(scales, inputs, groups, ())
-    parts.kinds.add(f"{bits} bits in groups of {-(-inputs // groups)}")
+    parts.kinds.add(f"{bits} bits in groups of {group_size(inputs, groups)}")
     return _Grouped(packed, zeros, scales, index, bits, less, (outputs, inputs))
 
 

@@ -206,3 +206,11 @@ def unpack(words: torch.Tensor, bits: int) -> torch.Tensor:
     shifts = torch.arange(0, 32, bits, dtype=torch.int32)
     found = (words.unsqueeze(-1) >> shifts) & ((1 << bits) - 1)
     return found.flatten(-2)
+
+
+def group_size(inputs: int, count: int) -> int:
+    """Inputs of each of `count` groups of a row. The last one may have fewer: of the sizes that are
+    possible then, it is a multiple of 32 if there is one."""
+    size = -(-inputs // count)
+    whole = -(-size // 32) * 32
+    return whole if inputs % size and -(-inputs // whole) == count else size
