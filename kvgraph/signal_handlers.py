@@ -44,15 +44,12 @@ def is_heard(number: signal.Signals) -> bool:
 def reraise_if_signalled(error: BaseException) -> None:
     """Raise what a Python signal handler raised: `error` again, or the exception that a library
     replaced by it."""
-    installed = frozenset(_installed())
-    found: BaseException | None = error
-    while found is not None:
-        frames = _frames(found)
-        if any(b.f_code in installed or _handles(b, a) for a, b in pairwise(frames)):
+    found = _signalled(error)
+    if found is not None:
+        try:
             raise found
-        found = found.__context__
-        if found is not None and not {*frames[1:]} & {*_frames(found)[:1]}:
-            return  # it was handled before the call that raised `error`
+        finally:  # this frame is in its traceback, and would keep it until the next collection
+            del error, found
 
 
 class ignoring(suppress):  # noqa: N801, named as suppress is
@@ -64,9 +61,26 @@ class ignoring(suppress):  # noqa: N801, named as suppress is
         error: BaseException | None,
         place: TracebackType | None,
     ) -> bool:
-        if error is not None:
-            reraise_if_signalled(error)
-        return super().__exit__(kind, error, place)
+        try:
+            if error is not None:
+                reraise_if_signalled(error)
+            return super().__exit__(kind, error, place)
+        finally:  # as in reraise_if_signalled
+            del error, place
+
+
+def _signalled(error: BaseException) -> BaseException | None:
+    """`error`, or the exception that a library replaced by it, if a signal handler raised it."""
+    installed = frozenset(_installed())
+    found: BaseException | None = error
+    while found is not None:
+        frames = _frames(found)
+        if any(b.f_code in installed or _handles(b, a) for a, b in pairwise(frames)):
+            return found
+        found = found.__context__
+        if found is not None and not {*frames[1:]} & {*_frames(found)[:1]}:
+            return None  # it was handled before the call that raised `error`
+    return None
 
 
 def _frames(error: BaseException) -> list[FrameType]:

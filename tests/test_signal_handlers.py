@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import ast
+import gc
 import signal
+import weakref
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -89,6 +92,33 @@ def test_a_handlers_error_passes(handle: Callable[[Any], Any], handler: Any) -> 
     handle(handler)
     with pytest.raises(OutOfTimeError):
         wrapped(lambda: signal.raise_signal(signal.SIGUSR1))
+
+
+def swallowed(raising: Callable[[], object]) -> None:
+    with ignoring(Exception):
+        raising()
+
+
+@pytest.mark.parametrize("take", [wrapped, swallowed])
+def test_an_error_that_passed_keeps_nothing(
+    take: Callable[..., None], handle: Callable[[Any], Any]
+) -> None:
+    """Such as a cursor of SQLite, which would hold a lock until the next collection."""
+    handle(late)
+    seen: list[weakref.ref[Limit]] = []
+
+    def load() -> None:
+        held = Limit()
+        seen.append(weakref.ref(held))
+        signal.raise_signal(signal.SIGUSR1)
+
+    gc.disable()
+    try:
+        with suppress(OutOfTimeError):
+            take(load)
+        assert [each() for each in seen] == [None]
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize("handler", [signal.SIG_IGN, signal.SIG_DFL, Limit()])
