@@ -161,7 +161,7 @@ class ModelSizes:
         """Bytes of all weights, rotary tables included.
 
         `bits`: bits of packed linear layers; None: all weights are of `dtype`. Packed weights on a
-        CPU have embedding tables in bfloat16.
+        CPU have embedding tables in 16 bits.
         `on_cpu`: float32 experts are packed even if `bits` is None, as float32 then.
         A router that is a linear layer is counted as packed too. In fact it is not (linears.py),
         but its bytes are few.
