@@ -18,6 +18,7 @@ from kvgraph.compiler.checkpoint_files import stored_tensors
 from kvgraph.compiler.frontends.folder import QUANTIZED
 from kvgraph.errors import ModelError
 from tests.bad_input.damage import NORM, PRECOMPILED, configure, refused, retokenize, sentence
+from tests.support import gguf_files
 from tests.support.command_line import run
 from tests.support.models import COMMON
 
@@ -179,8 +180,7 @@ def test_gguf_files(tmp_path: Path) -> None:
         "b.gguf; give one of them"
     )
     for name in ("gguf/a.gguf", "unnamed"):
-        said = "expected a GGUF file, got a damaged one; copy or download it again"
-        expected = f"{tmp_path}/{name}: {said}"
+        expected = f"{tmp_path}/{name}: expected a GGUF file, {gguf_files.DAMAGED}"
         assert either(tmp_path, tmp_path / name) == expected
     (tmp_path / "weights.safetensors").write_bytes(b"")
     assert either(tmp_path, tmp_path / "weights.safetensors").endswith(

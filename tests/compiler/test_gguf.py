@@ -278,7 +278,7 @@ def test_a_name_is_no_architecture(model_folder: Callable[[str], Path], tmp_path
 def test_damaged_files(keep: int, model_folder: Callable[[str], Path], tmp_path: Path) -> None:
     path = gguf_files.make(model_folder("llama"), tmp_path / "model.gguf")
     path.write_bytes(path.read_bytes()[:keep])
-    assert refused(path) == f"{path}: expected a GGUF file, got a damaged one"
+    assert refused(path) == f"{path}: expected a GGUF file, {gguf_files.DAMAGED}"
 
 
 @pytest.mark.parametrize("number", [31, 137])

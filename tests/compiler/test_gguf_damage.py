@@ -58,7 +58,7 @@ def test_more_is_said_to_follow_than_the_file_has(what: str, tmp_path: Path) -> 
     each, if a file says so."""
     path = tmp_path / "model.gguf"
     path.write_bytes(SHORT[what])
-    assert refused(path, ModelError) == f"{path}: expected a GGUF file, got a damaged one"
+    assert refused(path, ModelError) == f"{path}: expected a GGUF file, {gguf_files.DAMAGED}"
 
 
 @pytest.mark.parametrize("offset", [(1 << 64) - 32, 1 << 63, 1 << 40])
@@ -69,7 +69,7 @@ def test_a_tensor_outside_of_the_file(offset: int, tmp_path: Path) -> None:
     path.write_bytes(header(1, 0) + tensor.ljust(104, b"\0") + bytes(64))
     with np.errstate(over="ignore"):
         found = refused(path, ModelError)
-    assert found == f"{path}: expected a GGUF file, got a damaged one"
+    assert found == f"{path}: expected a GGUF file, {gguf_files.DAMAGED}"
 
 
 BAD = b"ab\xff\xfe"

@@ -65,4 +65,4 @@ def test_a_part_that_is_twice_there(parts: list[Path]) -> None:
 
 def test_a_part_that_is_cut(parts: list[Path]) -> None:
     parts[1].write_bytes(parts[1].read_bytes()[:100])
-    assert refused(parts[0]) == f"{parts[1]}: expected a GGUF file, got a damaged one"
+    assert refused(parts[0]) == f"{parts[1]}: expected a GGUF file, {gguf_files.DAMAGED}"

@@ -156,7 +156,9 @@ def change(folder: Path, edit: Callable[[dict[str, torch.Tensor]], Any]) -> None
 )
 def test_incomplete_weights(llama: Path, tmp_path: Path, edit: Any, message: str) -> None:
     change(llama, edit)
-    assert refused(llama, tmp_path) == f"{llama}: expected weights for every parameter, {message}"
+    step = "take all files of the checkpoint from its publisher again"
+    said = f"{llama}: expected weights for every parameter, {message}; {step}"
+    assert refused(llama, tmp_path) == said
 
 
 @pytest.mark.parametrize("keep", [0, 5, 1000, 100_000])

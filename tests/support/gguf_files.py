@@ -66,6 +66,9 @@ RENAMED = {
 }
 WITHOUT_SUFFIX = ("sinks", "layer_scalar", ".experts.gate_up_proj", ".experts.down_proj")
 
+DAMAGED = "got a damaged one; copy or download it again"
+"""End of the sentence on a damaged file."""
+
 PERMUTED = ("llama", "mistral3", "smollm3", "granite", "granitemoe")
 
 

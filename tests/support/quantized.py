@@ -233,7 +233,6 @@ FORMS: Mapping[str, tuple[dict[str, Any], Callable[..., Packed]]] = {
     ),
     "awq": ({"quant_method": "awq", "bits": 4, "group_size": GROUP, "version": "gemm"}, awq),
     "w4a16": compressed("pack-quantized", **integer(4, strategy="group", group_size=GROUP)),
-    "w4a16-128": compressed("pack-quantized", **integer(4, strategy="group", group_size=128)),
     "w4a16-zero-points": compressed(
         "pack-quantized", **integer(4, strategy="group", group_size=GROUP, symmetric=False)
     ),
@@ -287,12 +286,14 @@ FORMS: Mapping[str, tuple[dict[str, Any], Callable[..., Packed]]] = {
     "mxfp4": ({"quant_method": "mxfp4"}, mxfp4),
 }
 """Name -> quantization_config and what packs a weight."""
+WIDE = {"w4a16-128": compressed("pack-quantized", **integer(4, strategy="group", group_size=128))}
+"""Forms for layers whose inputs are multiples of 128."""
 
 
 def make(form: str, plain: Path, out: Path, meant: Path | None = None) -> Path:
     """Pack `plain` into `out`; `meant` becomes a plain checkpoint of what that stands for."""
     torch.manual_seed(3)
-    config, pack = FORMS[form]
+    config, pack = {**FORMS, **WIDE}[form]
     tensors = load_file(plain / "model.safetensors")
     stored: Tensors = {}
     for name, weight in tensors.items():

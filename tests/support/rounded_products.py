@@ -55,7 +55,7 @@ INTO_INT8 = Roundings(to_int8, to_int8)
 
 class Reference:
     """A checkpoint in float32. `kept`: of a parameter by its name; None: nothing is rounded. The
-    table of tokens is in bfloat16."""
+    table of tokens is in bfloat16 if that holds it, else in float16."""
 
     def __init__(self, folder: Path, kept: Callable[[str], Roundings | None]) -> None:
         self._model: Any = AutoModelForCausalLM.from_pretrained(
@@ -67,7 +67,8 @@ class Reference:
         self._x_of: dict[int, Rounding] = {}
         table = self._model.get_input_embeddings().weight
         with torch.no_grad():
-            table.copy_(to_bfloat16(table))
+            is_exact = torch.equal(table, to_bfloat16(table))
+            table.copy_(table if is_exact else table.half())
             for name, weight in self._model.named_parameters():
                 form = kept(name)
                 if form is not None and form.weight is not None:
