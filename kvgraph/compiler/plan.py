@@ -30,6 +30,7 @@ from kvgraph.kv.memory import DEFAULT_BATCH_TOKENS
 
 if TYPE_CHECKING:
     from kvgraph.compiler.frontends import huggingface
+    from kvgraph.compiler.values import Values
 
 ROWS = (1, 64)
 """Rows of the steps for which a plan says how many bytes of weights are read."""
@@ -242,7 +243,8 @@ class _Describer:
         from kvgraph.compiler.frontends import measured
 
         found = measured.describe(self._described, self.dtype, ranks)
-        return self._as_stored(found, self._tensors(ranks))
+        kept = measured.kept_tensors(self._described, self._values, self.dtype, ranks)
+        return self._as_stored(found, kept)
 
     @cached_property
     def _described(self) -> huggingface.Description:
@@ -250,10 +252,11 @@ class _Describer:
 
         return describe(self.folder, self.dtype)
 
-    def _tensors(self, ranks: int) -> Mapping[str, KeptAs]:
+    @cached_property
+    def _values(self) -> Mapping[str, Values]:
         from kvgraph.compiler.frontends import measured
 
-        return measured.kept_tensors(self._described, self.folder, self.config, self.dtype, ranks)
+        return measured.quantized_values(self._described, self.folder, self.config)
 
     def _as_stored(self, found: ModelSizes, tensors: Mapping[str, KeptAs]) -> ModelSizes:
         """`found` with the forms of quantised weights, and notes on doubts.

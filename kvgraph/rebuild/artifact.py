@@ -202,9 +202,9 @@ def _provide_kernels(folder: Path, archs: Sequence[str], dtype: str, progress: P
         with reading(kernels / PLUGINS_NAME, ArtifactError):
             present = {path.name for path in kernels.iterdir() if path.is_dir()}
             described = json.loads((kernels / PLUGINS_NAME).read_text(encoding="utf-8"))
-        shapes = [lower.shape_of(fields) for fields in described["shapes"]]
+        shapes = dict(enumerate(map(lower.shape_of, described["shapes"])))
         places = from_plain(dict[str, int], described["nodes"], "nodes")
-        nodes = {name: dict(enumerate(shapes))[index] for name, index in places.items()}
+        nodes = {name: shapes[index] for name, index in places.items()}
     except ArtifactError:
         raise
     except (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError) as error:

@@ -25,6 +25,7 @@ from kvgraph.compiler.frontends.weightless import sources
 from kvgraph.compiler.joined_forms import KeptAs
 from kvgraph.compiler.model import Model
 from kvgraph.compiler.quiet import quiet_loggers
+from kvgraph.compiler.values import Values
 
 GATES = (("gate_proj", "up_proj"), ("w1", "w3"))
 """Names of a gate and its up projection in an MLP."""
@@ -87,14 +88,13 @@ def describe(model: huggingface.Description, dtype: str, ranks: int = 1) -> Mode
     )
 
 
-def kept_tensors(
-    model: huggingface.Description, folder: Path, config: Config, dtype: str, ranks: int = 1
-) -> dict[str, KeptAs]:
-    """How a quantised checkpoint stores the matrices of each parameter, by the names of `model`.
+def quantized_values(
+    model: huggingface.Description, folder: Path, config: Config
+) -> dict[str, Values]:
+    """The sources of a quantised checkpoint's parameters, by the names of `model`.
 
-    `ranks`: if above 1, how rank 0 has its share of them. Empty if the checkpoint's files are not
-    at hand, or it is plain. Of numbers only zero points and orders of inputs are read. It raises
-    what `sources` and `cut` raise.
+    Empty if its files are not at hand, or it is plain. Of numbers only zero points and orders of
+    inputs are read. It raises what `sources` raises.
     """
     given, paths = quantization(config), shard_paths(folder)
     at_hand = bool(paths) and all(path.is_file() for path in paths)
@@ -102,9 +102,19 @@ def kept_tensors(
         return {}
     larger = "" if model.architecture == config["model_type"] else str(config["model_type"])
     with indexed(folder), quiet_loggers(*huggingface.REPORTING):
-        found = sources(model.module, folder, config, larger)
-    whole = Checkpoint(found).renamed(OF_DECODER)
-    own = _of_rank(model, dtype, ranks, whole).checkpoint if ranks > 1 else whole
+        return sources(model.module, folder, config, larger)
+
+
+def kept_tensors(
+    model: huggingface.Description, values: Mapping[str, Values], dtype: str, ranks: int
+) -> dict[str, KeptAs]:
+    """How a checkpoint with these `quantized_values` stores the matrices of each parameter.
+
+    `ranks`: if above 1, how rank 0 has its share of them. It raises what `cut` raises.
+    """
+    own: Checkpoint | None = Checkpoint(values).renamed(OF_DECODER)
+    if ranks > 1 and values:
+        own = _of_rank(model, dtype, ranks, own).checkpoint
     assert own is not None
     return {
         name.removeprefix(OF_DECODER): KeptAs(each.form, each.bits)
