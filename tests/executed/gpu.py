@@ -22,11 +22,11 @@ class ExecutingGpu:
     """Stands for `CudaGpu`: the launcher's cubins, on CPU tensors that play device memory.
 
     `kernels` is that folder of an artifact, `ptx` of `artifacts.with_ptx`. Plans go through
-    `change`, where there is one.
+    `change`, where there is one. `records`: the folder that a plugin's kernels come from.
     """
 
-    def __init__(self, kernels: Path, ptx: Path) -> None:
-        self.kernels, self.device = kernels, torch.device("cpu")
+    def __init__(self, kernels: Path, ptx: Path, records: Path) -> None:
+        self.records, self.device = records, torch.device("cpu")
         self.executor = Executor(ptx)
         files = [path.relative_to(kernels.parent).as_posix() for path in kernels.rglob("*")]
         self._cubins = Cubins(kernels.parent, files)

@@ -38,7 +38,7 @@ class PluginAttention(launches.Attention, ABC):
     ) -> None:
         super().__init__(node, module, gpu, leaf)
         given = self.given
-        kernels = compiled(gpu.kernels / gpu.arch, self.shape, gpu.arch)
+        kernels = compiled(gpu.records / gpu.arch, self.shape, gpu.arch)
         self._executor = gpu.executor
         self._made: Any = None
         self._fields: dict[str, Any] = {

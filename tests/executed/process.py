@@ -30,7 +30,7 @@ def main() -> None:
         from tests.executed.plugins import ATTENTION
 
         launches.Attention = ATTENTION[request["host"]]  # type: ignore[misc]
-    gpu = ExecutingGpu(Path(request["kernels"]), folder / "ptx")
+    gpu = ExecutingGpu(Path(request["kernels"]), folder / "ptx", Path(request["records"]))
     runs = []
     for change in request["changes"] or [None]:
         gpu.change = change and change_of(*change)

@@ -50,8 +50,9 @@ def generate(hosts: dict[str, Host], tmp_path: Path) -> Generate:
 
     def run(host: str, folder: Path, sm: int, **request: Any) -> list[dict[str, Any]]:
         path = tmp_path / "request.json"
+        kernels = str(folder / "artifact" / "kernels")
         settings = {
-            "host": host, "kernels": str(folder / "artifact" / "kernels"), "prompts": PROMPTS,
+            "host": host, "kernels": kernels, "records": kernels, "prompts": PROMPTS,
             "new_tokens": NEW_TOKENS, "engine": ENGINE, "changes": [],
         }  # fmt: skip
         path.write_text(json.dumps(settings | request))
@@ -190,7 +191,10 @@ def test_a_record_that_does_not_fit_fails(
     change: Callable[[dict[str, Any]], None],
     said: str,
 ) -> None:
-    """It says less shared memory than attention was compiled with, or another order."""
+    """It says less shared memory than attention was compiled with, or another order.
+
+    The launcher compares the order with this version's when it loads a kernel; plugins do not.
+    """
     kernels = tmp_path / "kernels"
     shutil.copytree(narrow() / "artifact" / "kernels", kernels)
     path = kernels / "sm_80" / "kernels.json"
@@ -199,7 +203,8 @@ def test_a_record_that_does_not_fit_fails(
         if entry["kernel"] == "paged_attention":
             change(entry)
     path.write_text(json.dumps(entries))
-    [found] = generate(host, narrow(), 80, kernels=str(kernels), new_tokens=1)
+    given = {"kernels" if host == "launcher" else "records": str(kernels)}
+    [found] = generate(host, narrow(), 80, **given, new_tokens=1)
     kind, sentence = found["refused"]
     assert kind == "KernelFaultError"
     assert "paged_attention" in sentence
