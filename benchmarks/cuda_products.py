@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import torch
 from rich.table import Table
@@ -16,7 +15,7 @@ from kvgraph.kernels.launch import LaunchPlan
 from kvgraph.kernels.linear_plan import LinearShape, linear_variants, plan_linear
 from kvgraph.kernels.variants import Variant
 from kvgraph.ops import matrices
-from kvgraph.ops.packed import E4M3, INTEGERS, LEVELS
+from kvgraph.ops.packed import E4M3, INTEGERS, LEVELS, Form
 from tests.support.matrix_products import LLAMA_8B, QWEN3_30B
 
 BETWEEN = 256 << 20
@@ -43,7 +42,8 @@ def linear_shapes() -> Iterator[tuple[str, LinearShape]]:
 
 def experts_shapes() -> Iterator[tuple[str, ExpertsShape]]:
     for bits in (0, 8, 4):
-        yield f"experts, {f'int{bits}' if bits else 'bf16'}", replace(QWEN3_30B, bits=bits)
+        name = f"experts, {f'int{bits}' if bits else 'bf16'}"
+        yield name, replace(QWEN3_30B, up=Form(bits), down=Form(bits))
 
 
 def product_variants(arch: str) -> Iterator[Variant]:
@@ -53,35 +53,33 @@ def product_variants(arch: str) -> Iterator[Variant]:
         yield from experts_variants(experts, arch)
 
 
-def weight(
-    run: Run, name: str, leading: tuple[int, ...], inputs: int, shape: ExpertsShape | LinearShape
-) -> Tensors:
+def weight(run: Run, name: str, leading: tuple[int, ...], inputs: int, form: Form) -> Tensors:
     """A weight as it is stored; "weight" where `name` is empty."""
     prefix, device = f"{name}_" if name else "", run.device
-    depth = matrices.depth_of(inputs, shape.bits, shape.group)
-    if not shape.bits:
+    depth = matrices.depth_of(inputs, form.bits, form.group)
+    if not form.bits:
         values = torch.randn(*leading, depth, device=device, dtype=torch.bfloat16) * inputs**-0.5
         return {name: values}
     stored = torch.randint(-127, 127, (*leading, depth), device=device, dtype=torch.int8)
-    if shape.codes == E4M3:
+    if form.codes == E4M3:
         stored = (stored.float() / 64).to(torch.float8_e4m3fn)
     *stacked, columns = leading
-    groups = *stacked, matrices.groups_of(inputs, shape.bits, shape.group), columns
+    groups = *stacked, matrices.groups_of(inputs, form.bits, form.group), columns
     scales = torch.rand(groups, device=device) * 1e-3 + 1e-3
     return {name or "weight": stored, f"{prefix}scales": scales}
 
 
-def decoded(given: Tensors, shape: LinearShape) -> torch.Tensor:
+def decoded(given: Tensors, inputs: int, form: Form) -> torch.Tensor:
     """`[columns, inputs]` in float32, as `matrices.decode` has it."""
-    stored, inputs = given["weight"], shape.in_features
-    if shape.bits == 4:
-        half = matrices.span_of(shape.group) // 2
+    stored = given["weight"]
+    if form.bits == 4:
+        half = matrices.span_of(form.group) // 2
         spans = stored.view(torch.uint8).view(len(stored), -1, half)
         codes = torch.cat([spans & 15, spans >> 4], -1).flatten(1)[:, :inputs]
-        numbers = torch.tensor(LEVELS[shape.codes], device=codes.device)[codes.long()]
+        numbers = torch.tensor(LEVELS[form.codes], device=codes.device)[codes.long()]
     else:
         numbers = stored.float()
-    each = matrices.group_of(shape.bits, shape.group) or inputs
+    each = matrices.group_of(form.bits, form.group) or inputs
     return numbers * given["scales"].T.repeat_interleave(each, 1)[:, :inputs]
 
 
@@ -98,7 +96,7 @@ def expected(x: torch.Tensor, given: Tensors, shape: LinearShape) -> list[torch.
     if shape.rounds:
         numbers, scales = rounded(x, shape)
         wide = numbers.float() * scales
-    y = wide @ decoded(given, shape).T
+    y = wide @ decoded(given, shape.in_features, shape.form).T
     if not shape.gated:
         return list(y.split([n for n in shape.out_features if n], 1))
     gate, up = y[:, ::2], y[:, 1::2]
@@ -193,8 +191,8 @@ def experts(run: Run) -> None:
         if run.smoke:
             shape = replace(shape, experts=16, in_features=256, inner_features=64)
         count, width, inner = shape.experts, shape.in_features, shape.inner_features
-        given = weight(run, "up", (count, 2 * inner), width, shape)
-        given |= weight(run, "down", (count, width), inner, shape)
+        given = weight(run, "up", (count, 2 * inner), width, shape.up)
+        given |= weight(run, "down", (count, width), inner, shape.down)
         for rows in EXPERT_ROWS[:2] if run.smoke else EXPERT_ROWS:
             _time_experts(run, name, shape, rows, given, bandwidth, table)
     console.print(table)
@@ -257,22 +255,18 @@ def _error_of_experts(
     for row in {0, len(x) - 1}:
         want = torch.zeros(x.shape[1], device=x.device)
         for slot, expert in enumerate(indices[row].tolist()):
-            both = _plain(shape, given, "up", expert, shape.in_features)
+            both = _plain(shape.up, given, "up", expert, shape.in_features)
             inner = both @ x[row].float()
             gate, up = inner[::2], inner[1::2]
             mid = (torch.nn.functional.silu(gate) * up).bfloat16().float()
-            down = _plain(shape, given, "down", expert, shape.inner_features)
+            down = _plain(shape.down, given, "down", expert, shape.inner_features)
             want += weights[row, slot] * (down @ mid)
         errors.append(float((out[row].float() - want).abs().max() / want.abs().max()))
     return max(errors) if bool(out.isfinite().all()) else float("nan")
 
 
-def _plain(
-    shape: ExpertsShape, given: Tensors, name: str, expert: int, inputs: int
-) -> torch.Tensor:
-    if not shape.bits:
+def _plain(form: Form, given: Tensors, name: str, expert: int, inputs: int) -> torch.Tensor:
+    if not form.bits:
         return given[name][expert].float()
-    one: dict[str, Any] = {"weight": given[name][expert], "scales": given[f"{name}_scales"][expert]}
-    columns = len(one["weight"])
-    linear = LinearShape("bfloat16", shape.bits, inputs, (columns, 0, 0), group=shape.group)
-    return decoded(one, replace(linear, codes=shape.codes))
+    one = {"weight": given[name][expert], "scales": given[f"{name}_scales"][expert]}
+    return decoded(one, inputs, form)

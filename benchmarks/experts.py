@@ -51,7 +51,7 @@ def ours(bits: int) -> list[Layer]:
     up = pack_each([([*w], ()) for w, _ in made], bits)
     down = pack_each([([w], ()) for _, w in made], bits)
     operands = [up.weight, down.weight, *_rest(up), *_rest(down)]
-    attributes = {"inner_features": INNER, "bits": bits}
+    attributes = {"inner_features": INNER, "up_bits": bits, "down_bits": bits}
     few = draw(4, WIDTH), *choice(4, random)
     found = native.run(EXPERTS, *few, *operands, **attributes)
     expected = EXPERTS.reference(*few, *operands, **attributes)

@@ -28,9 +28,9 @@ from kvgraph.kernels.matrix_trials import experts_trial, linear_trial
 from kvgraph.kernels.run_ptx import run_plan
 from kvgraph.kernels.trials import Trial
 from kvgraph.kernels.variants import Variant
-from kvgraph.ops.packed import E2M1, E4M3
+from kvgraph.ops.packed import E2M1, E4M3, Form
 
-QWEN3_30B = ExpertsShape("bfloat16", 0, 128, 8, 2048, 768)
+QWEN3_30B = ExpertsShape("bfloat16", Form(0), Form(0), 128, 8, 2048, 768)
 LLAMA_8B = LinearShape("bfloat16", 8, 4096, (4096, 1024, 1024))
 ARCHS = ("sm_80", "sm_90", "sm_120")
 WEIGHTS = ("up", "down", "weight")
@@ -39,15 +39,15 @@ WEIGHTS = ("up", "down", "weight")
 def steps(arch: str) -> Iterator[tuple[str, dict[str, Trial]]]:
     """A layer, and its steps by the role of their tiles: one row, the rest of a tile is empty."""
     for bits in (0, 8, 4):
-        yield f"experts, {bits or 16} bits", _of_experts(replace(QWEN3_30B, bits=bits), arch)
+        yield f"experts, {bits or 16} bits", _of_experts(Form(bits), arch)
     for bits in (8, 4):
         yield f"q, k, v, {bits} bits", _of_linear(replace(LLAMA_8B, bits=bits), arch)
-    mxfp4 = replace(QWEN3_30B, bits=4, group=32, codes=E2M1)
-    yield "experts, MXFP4", _of_experts(mxfp4, arch)
+    yield "experts, MXFP4", _of_experts(Form(4, 32, E2M1), arch)
     yield "q, k, v, FP8", _of_linear(replace(LLAMA_8B, bits=8, group=128, codes=E4M3), arch)
 
 
-def _of_experts(shape: ExpertsShape, arch: str) -> dict[str, Trial]:
+def _of_experts(form: Form, arch: str) -> dict[str, Trial]:
+    shape = replace(QWEN3_30B, up=form, down=form)
     return {role: experts_trial(shape, arch, role, rows=1) for role in ROLES}
 
 

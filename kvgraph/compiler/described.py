@@ -47,7 +47,7 @@ class Experts:
     """A layer of `count` gated experts. A token uses `active` of them; each of `ranks` holds an
     equal share.
 
-    `kept`: how a quantised checkpoint stores their matrices, which kernels join.
+    `kept`: how a quantised checkpoint stores the matrices of MATRICES.
     """
 
     count: int
@@ -123,7 +123,7 @@ class ModelSizes:
                 experts=each.count,
                 active=each.active,
                 parameters=each.elements,
-                bytes=_expert_bytes(each, dtype, _form_of_experts(each, bits, on_cpu), on_cpu),
+                bytes=_expert_bytes(each, dtype, _forms_of_experts(each, bits, on_cpu), on_cpu),
             )
             for each in self.experts
         )
@@ -143,9 +143,8 @@ class ModelSizes:
             return tensors.get(f"{linear.name}.weight", given)
 
         def of_experts(layer: Experts) -> tuple[KeptAs, ...]:
-            names = [f"{layer.name}.{matrix}" for matrix in MATRICES]
-            found = tuple(tensors[name] for name in names if name in tensors)
-            return found or (kept_in(PLAIN if experts(layer.name) else forms.experts),)
+            given = kept_in(PLAIN if experts(layer.name) else forms.experts)
+            return tuple(tensors.get(f"{layer.name}.{matrix}", given) for matrix in MATRICES)
 
         own = {each.name: of_linear(each) for each in self.linears}
         return replace(
@@ -207,12 +206,16 @@ def _form_of(linear: Linear, bits: int, on_cpu: bool) -> Form:
     return joined_form(kept, _takes(linear.in_features, on_cpu))[0]
 
 
-def _form_of_experts(experts: Experts, bits: int | None, on_cpu: bool) -> Form | None:
-    """The form in which experts are packed; None: plain, in the activations' dtype."""
+def _forms_of_experts(experts: Experts, bits: int | None, on_cpu: bool) -> list[Form] | None:
+    """The forms in which parts of experts are packed; None: plain, in the activations' dtype."""
+    _, up, down = experts.parts
     if bits != AS_STORED:
-        return None if bits is None else Form(bits)
-    widest = max(experts.in_features, experts.inner_features)
-    return joined_form(experts.kept, _takes(widest, on_cpu))[0]
+        return None if bits is None else [Form(bits)] * len(experts.parts)
+    first, second = (
+        joined_form([kept], _takes(part.in_features, on_cpu))[0]
+        for kept, part in zip(experts.kept, (up, down), strict=True)
+    )
+    return [first, first, second]
 
 
 def _takes(inputs: int, on_cpu: bool) -> Takes:
@@ -220,15 +223,13 @@ def _takes(inputs: int, on_cpu: bool) -> Takes:
     return (lambda form: form.sums(inputs)) if on_cpu else matrices.takes
 
 
-def _expert_bytes(experts: Experts, dtype: str, form: Form | None, on_cpu: bool) -> int:
-    if form is None and (not on_cpu or dtype != "float32"):
+def _expert_bytes(experts: Experts, dtype: str, forms: list[Form] | None, on_cpu: bool) -> int:
+    if forms is None and (not on_cpu or dtype != "float32"):
         return experts.elements * itemsize(dtype)
-    if not on_cpu:
-        whole = form or PLAIN
-        return experts.held * sum(
-            _gpu_bytes(part, whole, dtype, is_expert=True) for part in experts.parts
-        )
-    return experts.held * sum(_packed_bytes(part, form or Form(32)) for part in experts.parts)
+    each = zip(experts.parts, forms or [Form(32)] * len(experts.parts), strict=True)
+    if on_cpu:
+        return experts.held * sum(_packed_bytes(part, form) for part, form in each)
+    return experts.held * sum(_gpu_bytes(part, form, dtype, is_expert=True) for part, form in each)
 
 
 def _gpu_bytes(linear: Linear, form: Form, dtype: str, *, is_expert: bool = False) -> int:

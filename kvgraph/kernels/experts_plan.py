@@ -7,7 +7,7 @@ follow from the number of rows only.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 
 from kvgraph.contract.dims import ceildiv
@@ -27,6 +27,7 @@ from kvgraph.kernels.shapes import power_of_two
 from kvgraph.kernels.variants import Constant, Variant
 from kvgraph.ops.matrices import stored_dtype
 from kvgraph.ops.packed import INTEGERS, SILU, Form
+from kvgraph.ops.packed_rules import form_of
 
 MOST_EXPERTS = 1024
 """Most experts of a layer: a program that places tiles has all their offsets in registers."""
@@ -40,7 +41,8 @@ class ExpertsShape:
     """Constants of one fused_experts."""
 
     dtype: str
-    bits: int
+    up: Form
+    down: Form
     experts: int
     active: int
     in_features: int
@@ -51,10 +53,6 @@ class ExpertsShape:
     up_offset: float = 0.0
     up_bias: bool = False
     down_bias: bool = False
-    group: int = 0
-    codes: int = INTEGERS
-    up_offsets: bool = False
-    down_offsets: bool = False
 
     @classmethod
     def of(
@@ -68,7 +66,8 @@ class ExpertsShape:
         experts, both, _ = shapes["up"]
         return cls(
             dtype=dtype,
-            bits=int(attributes["bits"]),
+            up=_form(shapes, attributes, "up_"),
+            down=_form(shapes, attributes, "down_"),
             experts=experts,
             active=shapes["indices"][1],
             in_features=shapes["x"][1],
@@ -79,10 +78,6 @@ class ExpertsShape:
             up_offset=float(attributes["up_offset"]),
             up_bias="up_bias" in shapes,
             down_bias="down_bias" in shapes,
-            group=int(attributes["group"]),
-            codes=int(attributes["codes"]),
-            up_offsets="up_group_bytes" in shapes and attributes["codes"] == INTEGERS,
-            down_offsets="down_group_bytes" in shapes and attributes["codes"] == INTEGERS,
         )
 
     def check(self) -> None:
@@ -92,13 +87,13 @@ class ExpertsShape:
                 f"experts: expected at most {MOST_EXPERTS} in a layer on cuda, got {self.experts}"
             )
 
-    @property
-    def form(self) -> Form:
-        return Form(self.bits, self.group, self.codes)
 
-    @property
-    def weight_dtype(self) -> str:
-        return stored_dtype(self.bits, self.codes, self.dtype)
+def _form(
+    shapes: Mapping[str, tuple[int, ...]], attributes: Mapping[str, float], stem: str
+) -> Form:
+    """The form of the weight with this stem."""
+    bits, group, codes = (int(attributes[name]) for name in form_of(stem))
+    return Form(bits, group, codes, f"{stem}group_bytes" in shapes and codes == INTEGERS)
 
 
 def experts_variants(shape: ExpertsShape, arch: str) -> tuple[Variant, ...]:
@@ -117,16 +112,16 @@ def plan_experts(shape: ExpertsShape, arch: str, rows: int, role: str = "") -> L
         return LaunchPlan()
     slots, width, inner = rows * shape.active, shape.in_features, shape.inner_features
     role = role or role_of(slots, shape.experts)
-    tiles = matrix_tiles(role, shape.dtype, shape.form, arch, spread=True)
+    first, second = _tiles(shape, arch, role)
     place, up, down = _of_role(shape, arch, role)
-    count = most_tiles(slots, shape.experts, tiles.block_m)
+    count = most_tiles(slots, shape.experts, first.block_m)
     total = sum_variant(shape)
     blocks = ceildiv(width, _block(total, "BLOCK_D"))
     launches = (
         launch_of(sort_variant(shape.experts), (shape.experts, 1), {"num_slots": slots}),
         launch_of(place, (ceildiv(count, _block(place, "BLOCK_P")), 1), {"num_tiles": count}),
-        launch_of(up, (count, _pieces(2 * inner, tiles)), {"in_features": width}),
-        launch_of(down, (count, _pieces(width, tiles)), {"inner_features": inner}),
+        launch_of(up, (count, _pieces(2 * inner, first)), {"in_features": width}),
+        launch_of(down, (count, _pieces(width, second)), {"inner_features": inner}),
         launch_of(total, (rows * blocks, 1), {}),
     )
     scratch = {
@@ -168,9 +163,18 @@ def sum_variant(shape: ExpertsShape) -> Variant:
 
 def _of_role(shape: ExpertsShape, arch: str, role: str) -> tuple[Variant, Variant, Variant]:
     """Variants that place the tiles and compute both products."""
-    tiles = matrix_tiles(role, shape.dtype, shape.form, arch, spread=True)
-    place = _place_variant(shape.experts, tiles.block_m)
-    return place, _up_variant(shape, arch, role, tiles), _down_variant(shape, arch, role, tiles)
+    first, second = _tiles(shape, arch, role)
+    place = _place_variant(shape.experts, first.block_m)
+    return place, _up_variant(shape, arch, role, first), _down_variant(shape, arch, role, second)
+
+
+def _tiles(shape: ExpertsShape, arch: str, role: str) -> list[MatrixTiles]:
+    """The tiles of both products, which have equally many rows: a table places them for both."""
+    made = [
+        matrix_tiles(role, shape.dtype, form, arch, spread=True) for form in (shape.up, shape.down)
+    ]
+    assert made[0].block_m == made[1].block_m
+    return made
 
 
 @lru_cache
@@ -194,41 +198,41 @@ def _up_variant(shape: ExpertsShape, arch: str, role: str, tiles: MatrixTiles) -
         "ALPHA": shape.alpha,
         "LIMIT": shape.limit,
         "UP_OFFSET": shape.up_offset,
-        **_constants(shape, arch, tiles),
+        **_constants(shape, shape.up, arch, tiles),
     }
-    form = replace(shape.form, has_offsets=shape.up_offsets)
     return Variant(
         variants.EXPERTS_UP,
         role,
         shape.dtype,
-        shape.weight_dtype,
+        stored_dtype(shape.up.bits, shape.up.codes, shape.dtype),
         constants,
         tiles.num_warps,
         tiles.num_stages,
-        absent_operands(form, shape.up_bias, "up_"),
+        absent_operands(shape.up, shape.up_bias, "up_"),
     )
 
 
 @lru_cache
 def _down_variant(shape: ExpertsShape, arch: str, role: str, tiles: MatrixTiles) -> Variant:
-    form = replace(shape.form, has_offsets=shape.down_offsets)
     return Variant(
         variants.EXPERTS_DOWN,
         role,
         shape.dtype,
-        shape.weight_dtype,
-        _constants(shape, arch, tiles),
+        stored_dtype(shape.down.bits, shape.down.codes, shape.dtype),
+        _constants(shape, shape.down, arch, tiles),
         tiles.num_warps,
         tiles.num_stages,
-        absent_operands(form, shape.down_bias, "down_"),
+        absent_operands(shape.down, shape.down_bias, "down_"),
     )
 
 
-def _constants(shape: ExpertsShape, arch: str, tiles: MatrixTiles) -> dict[str, Constant]:
+def _constants(
+    shape: ExpertsShape, form: Form, arch: str, tiles: MatrixTiles
+) -> dict[str, Constant]:
     return {
         "IN": shape.in_features,
         "INNER": shape.inner_features,
-        **product_constants(shape.dtype, shape.form, tiles, arch),
+        **product_constants(shape.dtype, form, tiles, arch),
     }
 
 

@@ -30,9 +30,11 @@ from kvgraph.kernels.trials import Trial
 from kvgraph.kernels.variants import EXPERTS_UP, PLACE_TILES, Variant
 from kvgraph.ops import FUSED_EXPERTS, QUANTIZED_LINEAR, matrices, packed
 from kvgraph.ops._linear import OUT_FEATURES
-from kvgraph.ops.packed import E2M1, E4M3, INT8, INTEGERS
+from kvgraph.ops.packed import E2M1, E4M3, INT8, INTEGERS, Form
 
 WIDTHS = ("OUT", "OUT_1", "OUT_2")
+SIZES = ("IN", "INNER", "BLOCK_M")
+"""Constants that both kernels of an experts layer share, whatever the forms of their weights."""
 OUTS = tuple(operand.name for operand in QUANTIZED_LINEAR.outputs)
 ROWS = {"few": 18, "many": 70, "rows16": 10, "rows32": 20, "rows64": 40, "rows128": 70}
 """Rows of a step by the role of its tiles. An expert that all rows choose has two tiles, and so has
@@ -52,14 +54,13 @@ SPARE = 2
 
 
 def experts_shapes(down: Variant, known: Iterable[Variant]) -> Iterator[ExpertsShape]:
-    """Yield the shapes that `down` was compiled for: one for each matching kernel of the first
-    layer, and each number of experts, among the `known` kernels."""
+    """Yield the shapes that `down` may have been compiled for: one for each kernel of a first layer
+    of these sizes, in any form, and each number of experts, among the `known` kernels."""
     kernels = list(known)
-    same = down.constants.keys()
     for up in kernels:
         if up.kernel is not EXPERTS_UP or (up.role, up.dtype) != (down.role, down.dtype):
             continue
-        if any(up.constants[name] != down.constants[name] for name in same):
+        if any(up.constants[name] != down.constants[name] for name in SIZES):
             continue
         for place in kernels:
             if (
@@ -73,7 +74,8 @@ def _shape(up: Variant, down: Variant, experts: int) -> ExpertsShape:
     given = {name: str(value) for name, value in up.constants.items()}
     return ExpertsShape(
         dtype=up.dtype,
-        bits=int(given["BITS"]),
+        up=_form(up, "up_group_bytes"),
+        down=_form(down, "down_group_bytes"),
         experts=experts,
         active=int(given["ACTIVE"]),
         in_features=int(given["IN"]),
@@ -84,11 +86,13 @@ def _shape(up: Variant, down: Variant, experts: int) -> ExpertsShape:
         up_offset=float(given["UP_OFFSET"]),
         up_bias="up_bias" not in up.absent,
         down_bias="down_bias" not in down.absent,
-        group=int(given["GROUP"]),
-        codes=int(given["CODES"]),
-        up_offsets=_has_offsets(up, "up_group_bytes"),
-        down_offsets=_has_offsets(down, "down_group_bytes"),
     )
+
+
+def _form(variant: Variant, group_bytes: str) -> Form:
+    """The form of a kernel's weight. `group_bytes`: its operand with the bytes of groups."""
+    bits, group, codes = (int(str(variant.constants[name])) for name in ("BITS", "GROUP", "CODES"))
+    return Form(bits, group, codes, _has_offsets(variant, group_bytes))
 
 
 def _has_offsets(variant: Variant, operand: str) -> bool:
@@ -110,12 +114,14 @@ def experts_trial(shape: ExpertsShape, arch: str, name: str, rows: int = 0) -> T
         "x": rng.standard_normal((rows, width)).astype(kind),
         "indices": np.array(ids, np.int32),
         "weights": rng.random((rows, shape.active)).astype(np.float32),
-        **_weight(rng, "up", (given_experts, 2 * inner), width, shape),
-        **_weight(rng, "down", (given_experts, width), inner, shape),
+        **_weight(rng, "up", (given_experts, 2 * inner), width, shape, shape.up),
+        **_weight(rng, "down", (given_experts, width), inner, shape, shape.down),
     }
-    attributes = ("bits", "group", "codes", "activation", "alpha", "limit", "up_offset")
+    attributes = ("activation", "alpha", "limit", "up_offset")
     want = FUSED_EXPERTS.reference(
         *(given[operand.name] for operand in FUSED_EXPERTS.inputs),
+        **shape.up.attributes("up_"),
+        **shape.down.attributes("down_"),
         **{name: getattr(shape, name) for name in attributes},
     )
     held = {key: array for key, array in given.items() if array is not None}
@@ -150,7 +156,7 @@ def linear_trial(shape: LinearShape, arch: str, name: str, rows: int = 0) -> Tri
     kind = DTYPES[shape.dtype].numpy
     given: dict[str, Array | None] = {
         "x": rng.standard_normal((rows, shape.in_features)).astype(kind),
-        **_weight(rng, "", (shape.columns,), shape.in_features, shape),
+        **_weight(rng, "", (shape.columns,), shape.in_features, shape, shape.form),
     }
     found = QUANTIZED_LINEAR.reference(
         *(given[operand.name] for operand in QUANTIZED_LINEAR.inputs),
@@ -213,7 +219,8 @@ def expand_trial(shape: LinearShape, arch: str) -> Trial:
     """Trial of an expanded weight, without its first two columns if it has more."""
     rng, first = np.random.default_rng(0), 2 if shape.columns > 2 else 0
     kind, columns = DTYPES[shape.dtype].numpy, shape.columns - first
-    stored = _weight(rng, "", (shape.columns,), shape.in_features, replace(shape, bias=False))
+    unbiased, inputs = replace(shape, bias=False), shape.in_features
+    stored = _weight(rng, "", (shape.columns,), inputs, unbiased, shape.form)
     weight = stored["weight"]
     assert weight is not None
     form = shape.in_features, shape.bits, shape.group, shape.codes
@@ -232,6 +239,7 @@ def _weight(
     leading: tuple[int, ...],
     inputs: int,
     shape: ExpertsShape | LinearShape,
+    form: Form,
 ) -> dict[str, Array | None]:
     """A random stored weight whose products are about as large as its inputs; its key is "weight"
     if `name` is empty."""
@@ -240,19 +248,19 @@ def _weight(
     scale = inputs**-0.5
     given = ("scales", "group_bytes", "bias")
     found: dict[str, Array | None] = {f"{prefix}{operand}": None for operand in given}
-    depth = matrices.depth_of(inputs, shape.bits, shape.group)
-    groups = *stacked, matrices.groups_of(inputs, shape.bits, shape.group), columns
-    if shape.bits:
-        found[name or "weight"] = _numbers(rng, (*leading, depth), shape.codes)
-        scale /= LARGEST[shape.codes] if shape.codes else 2 ** (shape.bits - 1)
+    depth = matrices.depth_of(inputs, form.bits, form.group)
+    groups = *stacked, matrices.groups_of(inputs, form.bits, form.group), columns
+    if form.bits:
+        found[name or "weight"] = _numbers(rng, (*leading, depth), form.codes)
+        scale /= LARGEST[form.codes] if form.codes else 2 ** (form.bits - 1)
     else:
         found[name or "weight"] = (rng.standard_normal((*leading, depth)) * scale).astype(kind)
-    if shape.codes == E2M1:
+    if form.codes == E2M1:
         exponents = np.log2(scale) + rng.integers(126, 129, groups)
         found[f"{prefix}group_bytes"] = exponents.astype(np.uint8).view(np.int8)
-    elif shape.bits:
+    elif form.bits:
         found[f"{prefix}scales"] = (rng.uniform(0.5, 2.0, groups) * scale).astype(np.float32)
-    if getattr(shape, f"{prefix}offsets"):
+    if form.has_offsets:
         found[f"{prefix}group_bytes"] = rng.integers(-8, 9, groups).astype(np.int8)
     if getattr(shape, f"{prefix}bias"):
         found[f"{prefix}bias"] = rng.standard_normal(leading).astype(kind)

@@ -113,7 +113,7 @@ EXPERTS_DOWN = _kernel(
     "experts_down",
     "experts",
     ops.FUSED_EXPERTS,
-    "inner:*T down down_scales down_group_bytes down_bias order:*i32 tiles:*i32 parts:*T "
+    "inner:*T down:*P down_scales down_group_bytes down_bias order:*i32 tiles:*i32 parts:*T "
     "inner_features:i32",
     revision=1,
 )

@@ -7,6 +7,8 @@ Decisions, by `benchmarks/experts.py`:
 - Weights, their rounding and the sums are those of `linear` (its decisions hold here), so that a
   row's result depends neither on the other rows nor on threads. The experts' results are weighted
   and summed in the router's order.
+- Both layers have a form each: checkpoints often store `down` in more bits (GGUF's Q4_K_M: Q6_K in
+  half of the layers).
 - An index of -1 is no expert: if the experts are divided among ranks, another rank has it. It adds
   nothing and costs nothing, for any weight.
 - Weights are mapped from a file, and may be larger than memory. A call asks the system for missing
@@ -41,9 +43,12 @@ def experts(
     residual_MK: Array | None = None,
     *,
     inner_features: int,
-    bits: int,
-    group: int = 0,
-    codes: int = packed.INTEGERS,
+    up_bits: int,
+    down_bits: int,
+    up_group: int = 0,
+    up_codes: int = packed.INTEGERS,
+    down_group: int = 0,
+    down_codes: int = packed.INTEGERS,
     activation: int = SILU,
     alpha: float = 1.0,
     limit: float = 0.0,
@@ -54,17 +59,16 @@ def experts(
     The residual is added to the sum. An index of -1 is no expert. The panels of `up` alternate gate
     and up; `packed.gated` joins them.
     """
+    up_form, down_form = (up_bits, up_group, up_codes), (down_bits, down_group, down_codes)
     up_rest: Rest = (up_scales, up_group_bytes, up_bias)
     down_rest: Rest = (down_scales, down_group_bytes, down_bias)
     parts_MAK = np.zeros((*indices_MA.shape, x_MK.shape[1]), np.float32)
     for expert in np.unique(indices_MA[indices_MA >= 0]):
         rows, slots = np.nonzero(indices_MA == expert)
-        both = packed.product(
-            x_MK[rows], up[expert], *of_expert(expert, up_rest), bits, group, codes
-        )
+        both = packed.product(x_MK[rows], up[expert], *of_expert(expert, up_rest), *up_form)
         inner = packed.gated(both, activation, alpha, limit, up_offset)
         inner = inner[:, :inner_features].astype(np.float32)
-        out = packed.product(inner, down[expert], *of_expert(expert, down_rest), bits, group, codes)
+        out = packed.product(inner, down[expert], *of_expert(expert, down_rest), *down_form)
         parts_MAK[rows, slots] = out[:, : x_MK.shape[1]]
     summed = np.zeros(x_MK.shape, np.float32)
     for slot in range(indices_MA.shape[1]):
@@ -84,7 +88,7 @@ def _down_panels_fault(num_down_panels: int, in_features: int) -> bool | str:
 
 
 _UP = packed_rules.operands("up", "up_", ("num_experts",))
-_DOWN = packed_rules.operands("down", "down_", ("num_experts",))
+_DOWN = packed_rules.operands("down", "down_", ("num_experts",), spec.OTHER_WEIGHT)
 
 EXPERTS = spec.OpSpec(
     name="experts",
@@ -102,7 +106,8 @@ EXPERTS = spec.OpSpec(
     outputs=(spec.Operand("out", ("rows", "in_features"), spec.FLOAT32),),
     attributes=(
         spec.Attribute("inner_features", "int"),
-        *packed_rules.ATTRIBUTES,
+        *packed_rules.attributes("up_"),
+        *packed_rules.attributes("down_"),
         *packed_rules.GATE_ATTRIBUTES,
     ),
     reference=experts,
@@ -115,11 +120,12 @@ EXPERTS = spec.OpSpec(
                 inner_features > packed.MOST_INPUTS and f"at most {packed.MOST_INPUTS}"
             ),
         ),
-        *packed_rules.FORM,
-        *packed_rules.rules(_UP, "in_features", "inputs of x"),
-        *packed_rules.rules(_DOWN, "inner_features", "inner_features"),
-        packed_rules.summed("x: dim in_features"),
-        packed_rules.summed("inner_features"),
+        *packed_rules.form_rules("up_"),
+        *packed_rules.rules(_UP, "in_features", "inputs of x", "up_"),
+        *packed_rules.form_rules("down_"),
+        *packed_rules.rules(_DOWN, "inner_features", "inner_features", "down_"),
+        packed_rules.summed("x: dim in_features", "up_"),
+        packed_rules.summed("inner_features", "down_"),
         spec.Rule("up: dim num_up_panels", _up_panels_fault),
         spec.Rule("down: dim num_down_panels", _down_panels_fault),
         *packed_rules.GATE_RULES,

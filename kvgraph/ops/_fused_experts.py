@@ -5,6 +5,7 @@ Decisions:
   and joins them before it writes the result.
 - Results are rounded to the activations' dtype where the model rounds them, after the gate and
   after the second layer. The sum is in float32, in the router's order of the experts.
+- Both layers have a form each, as in `experts`.
 - An index of -1 is no expert, as for `experts`.
 
 Legend: M rows, A experts of a row, K in_features, I inner_features.
@@ -32,26 +33,32 @@ def fused_experts(
     down_group_bytes: Array | None = None,
     down_bias: Array | None = None,
     *,
-    bits: int = 0,
-    group: int = 0,
-    codes: int = packed.INTEGERS,
+    up_bits: int = 0,
+    up_group: int = 0,
+    up_codes: int = packed.INTEGERS,
+    down_bits: int = 0,
+    down_group: int = 0,
+    down_codes: int = packed.INTEGERS,
     activation: int = SILU,
     alpha: float = 1.0,
     limit: float = 0.0,
     up_offset: float = 0.0,
 ) -> Array:
     """Reference: the weighted sum of the gated MLPs of each row's experts: `[M, K]`."""
-    kind, form = x_MK.dtype, (bits, group, codes)
+    kind = x_MK.dtype
+    up_form, down_form = (up_bits, up_group, up_codes), (down_bits, down_group, down_codes)
     up_rest: Rest = (up_scales, up_group_bytes, up_bias)
     down_rest: Rest = (down_scales, down_group_bytes, down_bias)
     parts_MAK = np.zeros((*indices_MA.shape, x_MK.shape[1]), kind)
     for expert in np.unique(indices_MA[indices_MA >= 0]):
         rows, slots = np.nonzero(indices_MA == expert)
-        both = matrices.product(x_MK[rows], up[expert], *of_expert(expert, up_rest), *form)
+        both = matrices.product(x_MK[rows], up[expert], *of_expert(expert, up_rest), *up_form)
         gate_MI, up_MI = both[:, ::2], both[:, 1::2]
         inner = packed.joined(gate_MI, up_MI, activation, alpha, limit, up_offset).astype(kind)
         own = of_expert(expert, down_rest)
-        parts_MAK[rows, slots] = matrices.product(inner, down[expert], *own, *form).astype(kind)
+        parts_MAK[rows, slots] = matrices.product(inner, down[expert], *own, *down_form).astype(
+            kind
+        )
     summed = np.zeros(x_MK.shape, np.float32)
     for slot in range(indices_MA.shape[1]):
         mine = indices_MA[:, slot] >= 0
@@ -65,7 +72,13 @@ def _up_rows_fault(up_rows: int) -> bool | str:
 
 _UP = matrices.operands("up", "up_rows", "up_depth", "up_groups", ("num_experts",), "up_")
 _DOWN = matrices.operands(
-    "down", "in_features", "down_depth", "down_groups", ("num_experts",), "down_"
+    "down",
+    "in_features",
+    "down_depth",
+    "down_groups",
+    ("num_experts",),
+    "down_",
+    spec.OTHER_WEIGHT,
 )
 
 
@@ -83,18 +96,22 @@ FUSED_EXPERTS = spec.OpSpec(
     ),
     outputs=(spec.Operand("out", ("rows", "in_features"), spec.ACTIVATION),),
     attributes=(
-        spec.Attribute("bits", "int", 0),
-        *matrices.GROUP_ATTRIBUTES,
+        spec.Attribute("up_bits", "int", 0),
+        *matrices.group_attributes("up_"),
+        spec.Attribute("down_bits", "int", 0),
+        *matrices.group_attributes("down_"),
         *packed_rules.GATE_ATTRIBUTES,
     ),
     reference=fused_experts,
     rules=(
         spec.Rule("x: dim in_features", lambda in_features: in_features < 1 and "at least 1"),
-        matrices.KNOWN_BITS,
-        *matrices.FORM,
+        matrices.known_bits("up_"),
+        *matrices.form_rules("up_"),
+        matrices.known_bits("down_"),
+        *matrices.form_rules("down_"),
         spec.Rule("up: dim up_rows", _up_rows_fault),
-        *matrices.rules(_UP, "in_features", "inputs of x"),
-        *matrices.rules(_DOWN, "up_rows", "inner features", share=2),
+        *matrices.rules(_UP, "in_features", "inputs of x", stem="up_"),
+        *matrices.rules(_DOWN, "up_rows", "inner features", 2, "down_"),
         *packed_rules.GATE_RULES,
     ),
 )

@@ -84,7 +84,7 @@ QUANTIZED_LINEAR = spec.OpSpec(
         spec.Attribute("out_features_1", "int", 0),
         spec.Attribute("out_features_2", "int", 0),
         spec.Attribute("bits", "int"),
-        *matrices.GROUP_ATTRIBUTES,
+        *matrices.group_attributes(),
         spec.Attribute("silu_mul", "int", 0),
         spec.Attribute("x_bits", "int", 0),
     ),
@@ -92,7 +92,7 @@ QUANTIZED_LINEAR = spec.OpSpec(
     rules=(
         spec.Rule("x: dim in_features", lambda in_features: in_features < 1 and "at least 1"),
         spec.Rule("bits", lambda bits: bits not in (8, 4) and "8 or 4"),
-        *matrices.FORM,
+        *matrices.form_rules(),
         *matrices.rules(_WEIGHT, "in_features", "inputs of x"),
         spec.Rule("out_features", lambda out_features: out_features < 1 and "at least 1"),
         spec.Rule("out_features_1", lambda out_features_1: out_features_1 < 0 and "at least 0"),

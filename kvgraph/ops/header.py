@@ -14,7 +14,7 @@ from kvgraph.contract.dims import split_dim
 from kvgraph.contract.dtypes import DTYPES
 from kvgraph.ops import packed
 from kvgraph.ops.launch_names import ROLES, SCRATCH, VALUES
-from kvgraph.ops.spec import OPSET_DOMAIN, OPSET_VERSION, Operand, OpSpec
+from kvgraph.ops.spec import OPSET_DOMAIN, OPSET_VERSION, OTHER_WEIGHT, Operand, OpSpec
 from kvgraph.ops.specs import ABI_VERSION, ALL_SPECS, DTYPE_CODES, SPECS
 
 CODES = ("INTEGERS", "E2M1", "E4M3", "INT8", "NVFP4")
@@ -40,7 +40,7 @@ typedef struct kvg_operand {
   int32_t rank;
   kvg_dim dims[KVG_MAX_RANK];
   uint32_t dtypes;         // bit (1 << kvg_dtype) for every dtype that is allowed
-  int32_t type_variable;   // operands of one variable share a dtype: 0 none, 1 T, 2 P
+  int32_t type_variable;   // operands of one variable share a dtype: 0 none, 1 T, 2 P, 3 Q
   int32_t optional;
   int32_t alias;           // of an output: index of the input whose address it must have; else -1
 } kvg_operand;
@@ -160,7 +160,7 @@ def _enum(tag: str, names: Iterable[str]) -> str:
 def _operand(op: OpSpec, operand: Operand, symbols: list[str]) -> str:
     dims = ", ".join(_dim(d, symbols) for d in operand.dims)
     mask = sum(1 << DTYPE_CODES[name] for name in operand.dtypes)
-    variable = {None: 0, "T": 1, "P": 2}[operand.type_variable]
+    variable = {None: 0, "T": 1, "P": 2, OTHER_WEIGHT: 3}[operand.type_variable]
     alias = [i.name for i in op.inputs].index(operand.alias) if operand.alias else -1
     return (
         f'{{"{operand.name}", {len(operand.dims)}, {{{dims}}}, 0x{mask:x}u, {variable}, '

@@ -21,7 +21,7 @@ from kvgraph.contract.dtypes import DTYPES, PACKED_FLOAT8
 from kvgraph.ops import spec
 from kvgraph.ops._store_kv import quantize
 from kvgraph.ops.packed import E2M1, E4M3, INT8, INTEGERS, LEVELS, NVFP4, Form, powers
-from kvgraph.ops.packed_rules import known_codes
+from kvgraph.ops.packed_rules import form_of, known_codes
 
 GROUP = 128
 """Most inputs of a column under one scale; the default group of nibbles."""
@@ -145,56 +145,71 @@ def operands(
     depth: str,
     groups: str,
     leading: tuple[str, ...] = (),
-    prefix: str = "",
+    stem: str = "",
+    variable: str | None = None,
 ) -> tuple[spec.Operand, ...]:
-    """Operands of a weight: the weight, its scales, bytes of groups and bias.
+    """Operands of a weight: the weight, its scales, bytes of groups and bias, named by `stem`.
 
     group_bytes: for integers the offset that is added to each number; for E2M1 the exponent of a
-    scale (bias 127), instead of scales.
+    scale (bias 127), instead of scales. `variable`: type variable of the weight, if it is not that
+    of all weights.
     """
     of_groups = (*leading, groups, columns)
     return (
-        spec.Operand(name, (*leading, columns, depth), spec.MATRIX),
-        spec.Operand(f"{prefix}scales", of_groups, spec.FLOAT32, optional=True),
-        spec.Operand(f"{prefix}group_bytes", of_groups, ("int8",), optional=True),
-        spec.Operand(f"{prefix}bias", (*leading, columns), spec.ACTIVATION, optional=True),
+        spec.Operand(name, (*leading, columns, depth), spec.MATRIX, variable=variable),
+        spec.Operand(f"{stem}scales", of_groups, spec.FLOAT32, optional=True),
+        spec.Operand(f"{stem}group_bytes", of_groups, ("int8",), optional=True),
+        spec.Operand(f"{stem}bias", (*leading, columns), spec.ACTIVATION, optional=True),
     )
 
 
-GROUP_ATTRIBUTES = (spec.Attribute("group", "int", 0), spec.Attribute("codes", "int", INTEGERS))
+def group_attributes(stem: str = "") -> tuple[spec.Attribute, ...]:
+    """Attributes of the form of the weight with this stem, besides bits."""
+    _, group, codes = form_of(stem)
+    return spec.Attribute(group, "int", 0), spec.Attribute(codes, "int", INTEGERS)
 
-KNOWN_BITS = spec.Rule("bits", lambda bits: bits not in BITS and "0, 8 or 4")
 
-FORM = (
-    spec.Rule("group", lambda group: group not in GROUPS and "0, 32, 64 or 128"),
-    spec.Rule("group", lambda group, bits: group and not bits and "0 for bits 0"),
-    known_codes(NVFP4, of_rows=(E4M3,)),
-)
-"""Rules of the form in which weights are stored, besides bits."""
+def known_bits(stem: str) -> spec.Rule:
+    """Rule that the bits of the weight with this stem are supported."""
+    bits, *_ = form_of(stem)
+    return spec.Rule(bits, lambda bits: bits not in BITS and "0, 8 or 4", names=(bits,))
+
+
+def form_rules(stem: str = "") -> tuple[spec.Rule, ...]:
+    """Rules of the form in which the weight with this stem is stored, besides bits."""
+    bits, group, _ = form_of(stem)
+    return (
+        spec.Rule(group, lambda group: group not in GROUPS and "0, 32, 64 or 128", names=(group,)),
+        spec.Rule(
+            group, lambda group, bits: group and not bits and "0 for bits 0", names=(group, bits)
+        ),
+        known_codes(NVFP4, of_rows=(E4M3,), stem=stem),
+    )
 
 
 def rules(
-    weight: tuple[spec.Operand, ...], inputs: str, of: str, share: int = 1
+    weight: tuple[spec.Operand, ...], inputs: str, of: str, share: int = 1, stem: str = ""
 ) -> tuple[spec.Rule, ...]:
     """Rules of the operands that `operands` made. The weight's inputs are dim `inputs` divided by
     `share`; `of` describes them in errors."""
+    bits, group, codes = form_of(stem)
     name, scales, group_bytes, _ = (operand.name for operand in weight)
     depth, groups = str(weight[0].dims[-1]), str(weight[1].dims[-2])
     return (
-        spec.Rule(name, _weight_fault, names=(name, "x", "bits", "codes")),
+        spec.Rule(name, _weight_fault, names=(name, "x", bits, codes)),
         spec.Rule(
             f"{name}: dim {depth}",
             _extent_fault(depth_of, of, share),
-            names=(depth, inputs, "bits", "group"),
+            names=(depth, inputs, bits, group),
         ),
-        spec.Rule(scales, _missing_scales, names=(scales, "bits", "codes")),
-        spec.Rule(scales, _unwanted_scales, names=(scales, "bits", "codes"), got="some"),
-        spec.Rule(group_bytes, _missing_bytes, names=(group_bytes, "codes")),
-        spec.Rule(group_bytes, _unwanted_bytes, names=(group_bytes, "bits"), got="some"),
+        spec.Rule(scales, _missing_scales, names=(scales, bits, codes)),
+        spec.Rule(scales, _unwanted_scales, names=(scales, bits, codes), got="some"),
+        spec.Rule(group_bytes, _missing_bytes, names=(group_bytes, codes)),
+        spec.Rule(group_bytes, _unwanted_bytes, names=(group_bytes, bits), got="some"),
         spec.Rule(
             f"{scales}: dim {groups}",
             _extent_fault(groups_of, of, share),
-            names=(groups, inputs, "bits", "group"),
+            names=(groups, inputs, bits, group),
         ),
     )
 

@@ -108,11 +108,11 @@ class Form:
         """Whether kernels of CPUs can sum the products of a column of `in_features` inputs."""
         return self.bits >= 16 or self.group > 0 or in_features <= MOST_SUMMED
 
-    @property
-    def attributes(self) -> dict[str, int]:
-        """Attributes of an op for this form, without defaults."""
-        groups = {"group": self.group, "codes": self.codes}
-        return {"bits": self.bits, **{name: value for name, value in groups.items() if value}}
+    def attributes(self, stem: str = "") -> dict[str, int]:
+        """Attributes of an op for a weight in this form, named by `stem`, without defaults."""
+        groups = {f"{stem}group": self.group, f"{stem}codes": self.codes}
+        given = {name: value for name, value in groups.items() if value}
+        return {f"{stem}bits": self.bits, **given}
 
 
 ACTIVATIONS = SILU, GELU, GELU_TANH = range(3)

@@ -25,7 +25,9 @@ from kvgraph.ops.packed import (
 )
 
 
-def operands(name: str, stem: str = "", leading: tuple[str, ...] = ()) -> tuple[spec.Operand, ...]:
+def operands(
+    name: str, stem: str = "", leading: tuple[str, ...] = (), variable: str | None = None
+) -> tuple[spec.Operand, ...]:
     """Operands of a weight: the weight, and its scales, bytes of groups and bias, named by `stem`.
 
     scales: without groups, a scale per column and the sum of its stored numbers; with groups, a
@@ -33,10 +35,13 @@ def operands(name: str, stem: str = "", leading: tuple[str, ...] = ()) -> tuple[
     group_bytes: for two levels, multipliers less one, two columns in a byte; for integers in
     groups, the offset that is added to each number; for E2M1, the exponent of a scale (bias 127);
     for NVFP4, a scale in E4M3.
+    variable: type variable of the weight, if it is not that of all weights.
     """
     rows = (*leading, f"num_{stem}panels")
     return (
-        spec.Operand(name, (*rows, f"num_{stem}lines", "line"), spec.WEIGHT),
+        spec.Operand(
+            name, (*rows, f"num_{stem}lines", f"{stem}line"), spec.WEIGHT, variable=variable
+        ),
         spec.Operand(
             f"{stem}scales", (*rows, f"num_{stem}scales", COLUMNS), spec.FLOAT32, optional=True
         ),
@@ -50,11 +55,24 @@ def operands(name: str, stem: str = "", leading: tuple[str, ...] = ()) -> tuple[
     )
 
 
-ATTRIBUTES = (
-    spec.Attribute("bits", "int"),
-    spec.Attribute("group", "int", 0),
-    spec.Attribute("codes", "int", INTEGERS),
-)
+FORM = ("bits", "group", "codes")
+"""Attributes of the form of a weight, without the weight's stem."""
+
+
+def form_of(stem: str) -> tuple[str, ...]:
+    """FORM of the weight with this stem."""
+    return tuple(f"{stem}{name}" for name in FORM)
+
+
+def attributes(stem: str = "") -> tuple[spec.Attribute, ...]:
+    """The attributes that `form_of` names."""
+    bits, group, codes = form_of(stem)
+    return (
+        spec.Attribute(bits, "int"),
+        spec.Attribute(group, "int", 0),
+        spec.Attribute(codes, "int", INTEGERS),
+    )
+
 
 GATE_ATTRIBUTES = (
     spec.Attribute("activation", "int", SILU),
@@ -73,9 +91,10 @@ GATE_RULES = (
 """Rules of GATE_ATTRIBUTES."""
 
 
-def known_codes(*without: int, of_rows: tuple[int, ...] = ()) -> spec.Rule:
+def known_codes(*without: int, of_rows: tuple[int, ...] = (), stem: str = "") -> spec.Rule:
     """Rule that `codes` fit the bits. `without`: codes that the op does not support. `of_rows`:
     codes, besides integers, that may have one scale per row."""
+    bits, group, codes = form_of(stem)
 
     def fault(codes: int, group: int, bits: int) -> bool | str:
         known = [INTEGERS, *(c for c in of_rows if CODE_BITS[c] == bits)]
@@ -86,7 +105,7 @@ def known_codes(*without: int, of_rows: tuple[int, ...] = ()) -> spec.Rule:
         end = "" if group else " without groups"
         return codes not in known and f"{said} for {bits} bits{end}"
 
-    return spec.Rule("codes", fault)
+    return spec.Rule(codes, fault, names=(codes, group, bits))
 
 
 def _group_fault(group: int, codes: int) -> bool | str:
@@ -94,51 +113,62 @@ def _group_fault(group: int, codes: int) -> bool | str:
     return (group < 0 or group % least > 0) and f"a multiple of {least}"
 
 
-FORM = (
-    spec.Rule("bits", lambda bits: bits not in PER_LINE and "32, 16, 8 or 4"),
-    spec.Rule("group", _group_fault),
-    spec.Rule("group", lambda group: group > MOST_INPUTS and f"at most {MOST_INPUTS}"),
-    spec.Rule("group", lambda group, bits: group and bits > 8 and f"0 for {bits} bits"),
-    known_codes(),
-)
-"""Rules of the form in which weights are stored."""
+def form_rules(stem: str = "") -> tuple[spec.Rule, ...]:
+    """Rules of the form in which the weight with this stem is stored."""
+    bits, group, codes = form_of(stem)
+    return (
+        spec.Rule(bits, lambda bits: bits not in PER_LINE and "32, 16, 8 or 4", names=(bits,)),
+        spec.Rule(group, _group_fault, names=(group, codes)),
+        spec.Rule(
+            group, lambda group: group > MOST_INPUTS and f"at most {MOST_INPUTS}", names=(group,)
+        ),
+        spec.Rule(
+            group,
+            lambda group, bits: group and bits > 8 and f"0 for {bits} bits",
+            names=(group, bits),
+        ),
+        known_codes(stem=stem),
+    )
 
 
-def summed(subject: str) -> spec.Rule:
+def summed(subject: str, stem: str = "") -> spec.Rule:
     """Rule that the inputs, named last in `subject`, are few enough for exact sums."""
+    bits, group, _ = form_of(stem)
 
     def fault(in_features: int, bits: int, group: int) -> bool | str:
         fits = Form(bits, group).sums(in_features)
         return not fits and f"at most {MOST_SUMMED} for {bits} bits without groups"
 
-    return spec.Rule(subject, fault, names=(subject.rpartition(" ")[2], "bits", "group"))
+    return spec.Rule(subject, fault, names=(subject.rpartition(" ")[2], bits, group))
 
 
-def rules(weight: tuple[spec.Operand, ...], in_features: str, of: str) -> tuple[spec.Rule, ...]:
+def rules(
+    weight: tuple[spec.Operand, ...], in_features: str, of: str, stem: str = ""
+) -> tuple[spec.Rule, ...]:
     """Rules of the operands that `operands` made, for a weight with dim `in_features`; `of`
     describes its inputs in errors."""
     name, scales, group_bytes, _ = (operand.name for operand in weight)
     lines, line = map(str, weight[0].dims[-2:])
     num_scales = str(weight[1].dims[-2])
     groups, num_bytes = map(str, weight[2].dims[-2:])
-    form = ("bits", "group", "codes")
+    bits, group, codes = form = form_of(stem)
     return (
         spec.Rule(name, _weight_fault, names=(name, *form)),
-        spec.Rule(f"{name}: dim {line}", _line_fault, names=(line, "bits")),
-        spec.Rule(f"{name}: dim {lines}", _lines_fault(of), names=(lines, in_features, "bits")),
+        spec.Rule(f"{name}: dim {line}", _line_fault, names=(line, bits)),
+        spec.Rule(f"{name}: dim {lines}", _lines_fault(of), names=(lines, in_features, bits)),
         spec.Rule(scales, _missing_scales, names=(scales, *form)),
         spec.Rule(scales, _unwanted_scales, names=(scales, *form), got="some"),
         spec.Rule(
             f"{scales}: dim {num_scales}",
             _scales_fault,
-            names=(num_scales, in_features, "group", "codes"),
+            names=(num_scales, in_features, group, codes),
         ),
         spec.Rule(group_bytes, _missing_bytes, names=(group_bytes, *form)),
-        spec.Rule(group_bytes, _unwanted_bytes, names=(group_bytes, "bits"), got="some"),
+        spec.Rule(group_bytes, _unwanted_bytes, names=(group_bytes, bits), got="some"),
         spec.Rule(
-            f"{group_bytes}: dim {groups}", _groups_fault, names=(groups, in_features, "group")
+            f"{group_bytes}: dim {groups}", _groups_fault, names=(groups, in_features, group)
         ),
-        spec.Rule(f"{group_bytes}: dim {num_bytes}", _bytes_fault, names=(num_bytes, "group")),
+        spec.Rule(f"{group_bytes}: dim {num_bytes}", _bytes_fault, names=(num_bytes, group)),
     )
 
 

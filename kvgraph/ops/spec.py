@@ -19,6 +19,8 @@ ACTIVATION, QUANTIZED, POOL = dtypes.ACTIVATIONS, dtypes.QUANTIZED, dtypes.POOLS
 WEIGHT = (*dict.fromkeys(dtypes.PACKED.values()), dtypes.PACKED_FLOAT8)
 MATRIX = (*dtypes.ACTIVATIONS, "int8", dtypes.PACKED_FLOAT8)
 """Dtypes of a weight on a GPU: an activations' dtype, or numbers of fewer bits with scales."""
+OTHER_WEIGHT = "Q"
+"""Type variable of a second weight, whose dtype may be another."""
 INDEX = ("int32",)
 FLOAT32 = ("float32",)
 
@@ -34,6 +36,7 @@ class Operand:
     A first dim "..." stands for any number of dims, the same in all operands that have it.
     `alias`: name of the input that an output shares its memory with: both have one address.
     `default_width`: dim of the inputs that is an output's last extent if no attribute sets it.
+    `variable`: the type variable, if it is not the one of all operands with these dtypes.
     """
 
     name: str
@@ -42,6 +45,7 @@ class Operand:
     optional: bool = False
     alias: str | None = None
     default_width: str | None = None
+    variable: str | None = None
 
     def dims_of(self, rank: int) -> tuple[str | int, ...] | None:
         """The dims of a tensor of `rank`; None if the operand cannot have this rank."""
@@ -59,7 +63,9 @@ class Operand:
     def type_variable(self) -> str | None:
         """Name of the type variable: operands with the same one share one dtype per call. None if
         the operand has no choice of dtypes."""
-        return {ACTIVATION: "T", POOL: "P", WEIGHT: "P", MATRIX: "P"}.get(self.dtypes)
+        return self.variable or {ACTIVATION: "T", POOL: "P", WEIGHT: "P", MATRIX: "P"}.get(
+            self.dtypes
+        )
 
 
 @dataclass(frozen=True)

@@ -86,7 +86,7 @@ struct Walk {
   const kvg_call& call;
   int dim_owner[KVG_NUM_DIM_SYMBOLS];
   int64_t extents[KVG_NUM_DIM_SYMBOLS];
-  int type_owner[3] = {-1, -1, -1};
+  int type_owner[4] = {-1, -1, -1, -1};
 
   Walk(const kvg_op& op, const kvg_call& call) : op(op), call(call) {
     std::fill_n(dim_owner, KVG_NUM_DIM_SYMBOLS, -1);

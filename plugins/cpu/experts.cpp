@@ -46,8 +46,10 @@ struct Kept {
 
 Experts read(const Operands& in) {
   Experts op = {};
-  const Form form{in.integer(KVG_EXPERTS_ATTR_BITS), in.integer(KVG_EXPERTS_ATTR_GROUP),
-                  in.integer(KVG_EXPERTS_ATTR_CODES)};
+  const Form up{in.integer(KVG_EXPERTS_ATTR_UP_BITS), in.integer(KVG_EXPERTS_ATTR_UP_GROUP),
+                in.integer(KVG_EXPERTS_ATTR_UP_CODES), "up_"};
+  const Form down{in.integer(KVG_EXPERTS_ATTR_DOWN_BITS), in.integer(KVG_EXPERTS_ATTR_DOWN_GROUP),
+                  in.integer(KVG_EXPERTS_ATTR_DOWN_CODES), "down_"};
   op.rows = in.dims[KVG_DIM_ROWS];
   op.width = in.dims[KVG_DIM_IN_FEATURES];
   op.active = in.dims[KVG_DIM_NUM_ACTIVE];
@@ -63,8 +65,8 @@ Experts read(const Operands& in) {
   if (op.active > most)
     refuse("experts: indices: dim num_active: expected at most %lld, got %lld", ll{most},
            ll{op.active});
-  op.up = read_packed(in, KVG_EXPERTS_UP, KVG_EXPERTS_UP_SCALES, form, op.width, "inputs of x");
-  op.down = read_packed(in, KVG_EXPERTS_DOWN, KVG_EXPERTS_DOWN_SCALES, form, op.inner,
+  op.up = read_packed(in, KVG_EXPERTS_UP, KVG_EXPERTS_UP_SCALES, up, op.width, "inputs of x");
+  op.down = read_packed(in, KVG_EXPERTS_DOWN, KVG_EXPERTS_DOWN_SCALES, down, op.inner,
                         "inner_features");
   check_summed(in, op.up, op.width, "x: dim in_features");
   check_summed(in, op.down, op.inner, "inner_features");

@@ -47,16 +47,19 @@ bool has_code(const Form& form) {
 
 void check_form(const kvg_op& op, const Form& form) {
   if (form.bits != 32 && form.bits != 16 && form.bits != 8 && form.bits != 4)
-    refuse("%s: bits: expected 32, 16, 8 or 4, got %lld", op.name, ll{form.bits});
+    refuse("%s: %sbits: expected 32, 16, 8 or 4, got %lld", op.name, form.stem, ll{form.bits});
   const int64_t least = least_group(form.codes);
   if (form.group < 0 || form.group % least)
-    refuse("%s: group: expected a multiple of %lld, got %lld", op.name, ll{least}, ll{form.group});
+    refuse("%s: %sgroup: expected a multiple of %lld, got %lld", op.name, form.stem, ll{least},
+           ll{form.group});
   if (form.group > kMostInputs)
-    refuse("%s: group: expected at most %lld, got %lld", op.name, ll{kMostInputs}, ll{form.group});
+    refuse("%s: %sgroup: expected at most %lld, got %lld", op.name, form.stem,
+           ll{kMostInputs}, ll{form.group});
   if (form.group && form.bits > 8)
-    refuse("%s: group: expected 0 for %lld bits, got %lld", op.name, ll{form.bits}, ll{form.group});
+    refuse("%s: %sgroup: expected 0 for %lld bits, got %lld", op.name, form.stem, ll{form.bits},
+           ll{form.group});
   if (!has_code(form))
-    refuse("%s: codes: expected %s for %lld bits%s, got %lld", op.name,
+    refuse("%s: %scodes: expected %s for %lld bits%s, got %lld", op.name, form.stem,
            !form.group ? "0" : form.bits == 8 ? "2 or 3" : "0, 1 or 4", ll{form.bits},
            form.group ? "" : " without groups", ll{form.codes});
 }

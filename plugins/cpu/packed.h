@@ -10,9 +10,10 @@
 
 namespace kvg {
 
-// How weights are stored: fields of a Linear.
+// How weights are stored: fields of a Linear. `stem`: what the attributes' names begin with.
 struct Form {
   int64_t bits, group, codes;
+  const char* stem = "";
 };
 
 // Reads the weight at operand `weight` for `width` inputs; its scales, bytes of groups and bias are

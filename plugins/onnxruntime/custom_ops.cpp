@@ -1,7 +1,7 @@
 // ONNX Runtime custom ops of domain "kvgraph", generic over the tables of contract.h: registration.
 //
 // ONNX Runtime infers an output's type from the custom op whose input types match a node's, so each
-// op is registered once for each pair of activation and pool dtype and each provider, under one name:
+// op is registered once for each choice of its type variables' dtypes and each provider, under one name:
 // a provider that the runtime lacks leaves its registrations unused. The pool is mutated in place:
 // its output is declared an alias of its input, and the kernel refuses two buffers.
 #include <array>
@@ -52,12 +52,13 @@ ort::Characteristic characteristic(const kvg_operand& spec) {
   return spec.optional ? ort::kOptional : ort::kRequired;
 }
 
-// Makes the registration of op `index` for two dtypes. `use` sets the callbacks of a provider.
-Variant make_variant(int index, int32_t activation, int32_t pool, void (*use)(Variant&)) {
+// Makes the registration of op `index` for the dtypes of the type variables T, P and Q. `use` sets the
+// callbacks of a provider.
+Variant make_variant(int index, int32_t t, int32_t p, int32_t q, void (*use)(Variant&)) {
   Variant v = {};
   v.op = KVG_CPU_OPS[index];
   v.entry = kEntries[index];
-  v.dtypes[1] = activation, v.dtypes[2] = pool;
+  v.dtypes[1] = t, v.dtypes[2] = p, v.dtypes[3] = q;
   v.version = ort::kCustomOpVersion;
   v.GetName = [](const ort::CustomOp* op) { return variant(op).op->name; };
   v.GetInputTypeCount = [](const ort::CustomOp* op) {
@@ -112,16 +113,18 @@ struct Registration {
     for (int op = 0; op < KVG_NUM_OPS; ++op) add(api, op, use_cuda);
   }
 
-  // Adds an op of one provider for every pair of dtypes.
+  // Adds an op of one provider for every choice of dtypes.
   void add(const ort::Api* api, int op, void (*use)(Variant&)) {
+    const auto may_be = [op](int32_t type_variable, int dtype) {
+      return allowed(*KVG_CPU_OPS[op], type_variable) >> dtype & 1u;
+    };
     for (int t = 1; t < kNumDtypes; ++t)
-      for (int p = 1; p < kNumDtypes; ++p) {
-        const bool both = (allowed(*KVG_CPU_OPS[op], 1) >> t & 1u) &&
-                          (allowed(*KVG_CPU_OPS[op], 2) >> p & 1u);
-        if (failure || !both) continue;
-        variants.push_back(make_variant(op, t, p, use));
-        failure = ort::AddToDomain::call(api, domain, &variants.back());
-      }
+      for (int p = 1; p < kNumDtypes; ++p)
+        for (int q = 1; q < kNumDtypes; ++q) {
+          if (failure || !may_be(1, t) || !may_be(2, p) || !may_be(3, q)) continue;
+          variants.push_back(make_variant(op, t, p, q, use));
+          failure = ort::AddToDomain::call(api, domain, &variants.back());
+        }
   }
 };
 

@@ -22,7 +22,7 @@ inline ort::ElementType element_type_of(int32_t dtype) {
 struct Variant : ort::CustomOp {
   const kvg_op* op;
   Entry entry;        // entry point of the CPU kernel; null for another provider
-  int32_t dtypes[3];  // indexed by type variable
+  int32_t dtypes[4];  // indexed by type variable
 
   int32_t dtype(size_t operand) const {
     const kvg_operand& spec = op->operands[operand];

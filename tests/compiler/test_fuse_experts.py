@@ -123,7 +123,8 @@ def test_bad_operands_are_refused_where_a_call_is_traced() -> None:
         ({"down": meta(4, 16, 31)}, "down_depth: expected 32 for 32 inner features, got 31"),
         ({"down": meta(3, 16, 32)}, "down: dim num_experts: expected 4 as up has it, got 3"),
         ({"indices": meta(9, 2, dtype=torch.int64)}, "indices: expected dtype int32, got int64"),
-        ({"up": meta(4, 64, 16, dtype=torch.int8)}, "down: expected dtype int8 of up, got float32"),
+        ({"up": meta(4, 64, 16, dtype=torch.int8)}, "up: expected float32 for bits 0 .*, got int8"),
+        ({"down": meta(4, 16, 32, dtype=torch.int8)}, "down: expected float32 for .*, got int8"),
     ):
         with pytest.raises(KernelError, match=f"fused_experts: .*{sentence}"):
             call(**changes)

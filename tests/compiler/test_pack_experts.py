@@ -223,7 +223,7 @@ def test_gates_as_they_are_written(kind: type[Experts]) -> None:
     program = exported(module)
     assert packed_by(pack_experts, program, None).applied == 1
     (node,) = [node for node in program.graph.nodes if node.target is PACKED]
-    assert node.kwargs == {"inner_features": 32, "bits": 32, **GATES[kind]}
+    assert node.kwargs == {"inner_features": 32, "up_bits": 32, "down_bits": 32, **GATES[kind]}
     with torch.no_grad():
         found, expected = program.module()(*operands()), module(*operands())
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
@@ -290,7 +290,7 @@ def test_rows_in_bfloat16_are_computed_in_float32_over_the_same_weights(
     report = packed_by(pack_experts, program, None)
     assert (report.applied, report.unmatched) == (1, [])
     (node,) = (node for node in program.graph.nodes if node.target is PACKED)
-    assert node.kwargs["bits"] == 16
+    assert node.kwargs["up_bits"] == node.kwargs["down_bits"] == 16
     assert node.args[-1] is None  # the model rounds the mixture's result, then adds
     with torch.no_grad():
         found = program.module()(*given)
@@ -309,12 +309,12 @@ def test_other_activations_stay() -> None:
     assert sentence.endswith("expected torch.float32 or torch.bfloat16, got torch.float16")
 
 
-@pytest.mark.parametrize(("most", "expected"), [(32, 8), (31, 16)])
+@pytest.mark.parametrize(("most", "expected"), [(32, (8, 8)), (31, (8, 16)), (15, (16, 16))])
 def test_more_inputs_than_int32_sums_are_kept_in_bfloat16(
-    most: int, expected: int, monkeypatch: pytest.MonkeyPatch
+    most: int, expected: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(packed, "MOST_SUMMED", most)
     program = exported(Experts())
     packed_by(pack_experts, program, 8)
     (node,) = (node for node in program.graph.nodes if node.target is PACKED)
-    assert node.kwargs["bits"] == expected
+    assert (node.kwargs["up_bits"], node.kwargs["down_bits"]) == expected

@@ -147,3 +147,18 @@ def test_logits_of_gguf_are_those_of_the_numbers_that_the_package_reads(
     kvgraph.compile(path, tmp_path / "a", page_size=16, check=False)
     kept = by_name(linear, of_experts, linear)
     require_equal_logits(tmp_path / "a", tmp_path / "meant", kept)
+
+
+@pytest.mark.parametrize("down", ["Q8_0", "BF16"])
+def test_each_layer_of_experts_has_its_own_form(down: str, tmp_path: Path) -> None:
+    """Weights of one node in int8 and in bfloat16 too."""
+    kinds = {"ffn_down_exps": down}
+    model, path = test_gguf_architectures.make("mixtral", tmp_path, "Q4_0", kinds=kinds)
+    gguf_files.meant(model, tmp_path / "meant", "Q4_0", down=down)
+    kvgraph.compile(path, tmp_path / "a", page_size=16, check=False)
+    of_down = GROUPS if down == "Q8_0" else PLAIN
+    kept = by_name(GROUPS, GROUPS, GROUPS)
+    require_equal_logits(
+        tmp_path / "a", tmp_path / "meant", lambda name: of_down if ".w2." in name else kept(name)
+    )
+    require_tokens_apart(tmp_path / "a")

@@ -26,7 +26,7 @@ from kvgraph.compiler.values import Coded, CodedRows, Rows, Values
 from kvgraph.compiler.weights import Weights
 from kvgraph.contract.dtypes import AS_STORED
 from kvgraph.contract.safetensors import read_layout
-from kvgraph.ops import QUANTIZED_LINEAR, matrices, packed
+from kvgraph.ops import QUANTIZED_LINEAR, matrices, packed, packed_rules
 from kvgraph.ops.packed import E2M1, E4M3, INT8, INTEGERS, LEVELS, Form
 from kvgraph.ops.torch_arrays import array_over
 from tests.support import quantized
@@ -56,9 +56,13 @@ def nodes(program: ExportedProgram, target: object = QUANTIZED) -> list[Node]:
     return [node for node in program.graph.nodes if node.target is target]
 
 
-def form_of(node: Node) -> tuple[int, int, int]:
-    bits, group, codes = (node.kwargs.get(name, 0) for name in ("bits", "group", "codes"))
+def form_of(node: Node, stem: str = "") -> tuple[int, int, int]:
+    bits, group, codes = (node.kwargs.get(name, 0) for name in packed_rules.form_of(stem))
     return bits, group, codes  # type: ignore[return-value]
+
+
+def forms_of_experts(program: ExportedProgram) -> set[tuple[int, int, int]]:
+    return {form_of(n, stem) for n in nodes(program, FUSED) for stem in ("up_", "down_")}
 
 
 def decoded(program: ExportedProgram, node: Node) -> Array:
@@ -134,7 +138,7 @@ def test_logits_are_those_of_the_numbers(
     exact, signature = program_of(tmp_path / "meant", "float32")
     if architecture != "llama":
         wanted = (8, 32, E4M3) if form == "fp8" else (4, 32, E2M1)
-        assert {form_of(node) for node in nodes(program, FUSED)} == {wanted}
+        assert forms_of_experts(program) == {wanted}
     with torch.no_grad():
         found, expected = (
             each.module()(*step(signature, "float32", [5, 1, 20]))[0] for each in (program, exact)
@@ -229,7 +233,7 @@ def test_float8_without_a_form_has_the_activations_dtype(
 def test_experts_without_a_form_are_rounded(plain: Callable[[str], Path], tmp_path: Path) -> None:
     folder = quantized.make("nvfp4", plain("qwen3_moe"), tmp_path / "model")
     program, _ = kept(plain("qwen3_moe"), folder, rounded=12)
-    assert {form_of(node) for node in nodes(program, FUSED)} == {(8, 0, INTEGERS)}
+    assert forms_of_experts(program) == {(8, 0, INTEGERS)}
 
 
 @pytest.mark.parametrize("form", ["fp8-channel", "nvfp4"])

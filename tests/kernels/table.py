@@ -15,7 +15,7 @@ from kvgraph.kernels.aot import Compiled
 from kvgraph.kernels.route_plan import route_variant
 from kvgraph.kernels.shapes import AttentionShape, PoolShape, Rope
 from kvgraph.kernels.variants import Variant
-from tests.support.matrix_products import LLAMA_8B, QWEN3_30B
+from tests.support.matrix_products import LLAMA_8B, QWEN3_30B, in_form
 from tests.support.routes import DEEPSEEK
 
 ARCHS = ("sm_75", "sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120", "sm_121")
@@ -81,7 +81,7 @@ def product_variants(arch: str) -> list[tuple[str, Variant]]:
     dtype = "float16" if arch == "sm_75" else "bfloat16"
     found = []
     for bits in (0, 8, 4):
-        experts = replace(QWEN3_30B, dtype=dtype, bits=bits)
+        experts = in_form(replace(QWEN3_30B, dtype=dtype), bits)
         name = f"experts {bits or 16} bits K2048 I768"
         found += [(name, v) for v in experts_plan.experts_variants(experts, arch) if v.role]
         for layer, given in LLAMA_8B.items() if bits else ():

@@ -19,6 +19,7 @@ import pytest
 
 pytest.importorskip("triton", reason="compiles the kernels: pip install 'kvgraph[cuda]'")
 
+import kvgraph
 from kvgraph.contract.manifest import read_manifest
 from kvgraph.errors import ArtifactError, KernelError
 from kvgraph.kernels import aot
@@ -33,8 +34,10 @@ from kvgraph.kernels.execute import (
 from kvgraph.kernels.shapes import AttentionShape, PoolShape
 from kvgraph.kernels.stored import StoredKernel, read_kernels
 from kvgraph.kernels.trials import Trial, attention_trial, rows_of
+from tests.compiler import test_gguf_architectures
 from tests.support.command_line import run
 
+DOWN = "experts_down few"
 SHAPE = AttentionShape(PoolShape("float16", "float16", 2, 16, 16, 2), 4, 0.25)
 
 
@@ -68,6 +71,19 @@ def test_kernels_of_experts_are_executed_together(compiled: Callable[..., Path])
     names = [f"experts_{part} {size}" for part in ("up", "down") for size in ("few", "many")]
     for name in (*names, "route", "sort_slots", "place_tiles", "sum_experts"):
         assert found[name]["error"] <= found[name]["limit"]
+
+
+@pytest.mark.parametrize("matrices", [["down"], ["gate", "up"]], ids=["down", "up"])
+def test_layers_of_experts_with_a_form_each(matrices: list[str], tmp_path: Path) -> None:
+    """One product of one layer is in int8, the others in nibbles: all kernels run."""
+    kinds = {f"blk.1.ffn_{each}_exps": "Q8_0" for each in matrices}
+    _, path = test_gguf_architectures.make("mixtral", tmp_path, "Q4_0", kinds=kinds)
+    kvgraph.compile(path, tmp_path / "a", target="cuda:sm_80", dtype="float16", page_size=16)
+    done = run("verify", tmp_path / "a", "--execute", "--json")
+    assert done.code == 0, done.err
+    found = json.loads(done.out)["kernels"]
+    files = {each["file"] for each in found if each["title"] in ("experts_up few", DOWN)}
+    assert len(files) == 3
 
 
 def test_what_is_said_of_it_and_kept(artifact: Path, tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from kvgraph.kernels.linear_plan import linear_variants
 from kvgraph.kernels.shapes import AttentionShape, PoolShape
 from kvgraph.kernels.variants import Variant
 from kvgraph.ops.packed import E2M1, E4M3, INT8
-from tests.support.matrix_products import LLAMA_8B, QWEN3_30B
+from tests.support.matrix_products import LLAMA_8B, QWEN3_30B, in_form
 
 LOOP = """
         /*0100*/                   IMAD.U32 R{written}, RZ, RZ, UR14 ;
@@ -60,14 +60,15 @@ FORMS: dict[str, dict[str, Any]] = {
 
 
 def linears(form: dict[str, Any], dtype: str) -> list[Variant]:
-    shapes = [replace(LLAMA_8B[name], dtype=dtype, **form) for name in ("gate and up", "down")]
+    shapes = [
+        in_form(replace(LLAMA_8B[name], dtype=dtype), **form) for name in ("gate and up", "down")
+    ]
     return [variant for shape in shapes for variant in linear_variants(shape, "sm_90")]
 
 
 def experts(form: dict[str, Any], dtype: str) -> list[Variant]:
-    given = {name: value for name, value in form.items() if name != "offsets"}
-    offsets = dict.fromkeys(("up_offsets", "down_offsets"), "offsets" in form)
-    return list(experts_variants(replace(QWEN3_30B, dtype=dtype, **given, **offsets), "sm_90"))
+    shape = in_form(replace(QWEN3_30B, dtype=dtype), **form)
+    return list(experts_variants(shape, "sm_90"))
 
 
 def attention() -> list[Variant]:
@@ -89,7 +90,7 @@ def test_products_of_small_weights_keep_their_registers(
 
 
 def test_products_of_plain_experts_and_attention_keep_their_registers() -> None:
-    require_kept([*experts({}, "bfloat16"), *attention()])
+    require_kept([*experts({"bits": 0}, "bfloat16"), *attention()])
 
 
 def require_kept(made: list[Variant]) -> None:

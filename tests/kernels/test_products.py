@@ -17,21 +17,26 @@ pytest.importorskip("torch", reason="the matrix is also that of Triton's interpr
 
 from kvgraph.errors import UnsupportedError
 from kvgraph.kernels import aot, experts_plan
-from kvgraph.kernels.experts_plan import ExpertsShape, experts_variants, plan_experts
+from kvgraph.kernels.experts_plan import experts_variants, plan_experts
 from kvgraph.kernels.launch import LaunchPlan
 from kvgraph.kernels.linear_plan import LinearShape, linear_variants, plan_linear, roles_of
 from kvgraph.kernels.matrix_tiles import ROLES, multiply_bytes
 from kvgraph.kernels.matrix_trials import experts_trial
 from kvgraph.kernels.run_ptx import PlanMemory, run_plan
 from kvgraph.kernels.variants import Variant
-from kvgraph.ops.packed import E2M1, E4M3, INT8, SILU
+from kvgraph.ops.packed import E2M1, E4M3, INT8, Form
 from tests.kernels.table import TENSOR_CORES, instructions
 from tests.support.matrix_products import (
     EXPERTS,
+    GPT_OSS,
     LLAMA_8B,
+    PLAIN,
     QWEN3_30B,
     SHAPES,
     Shape,
+    experts,
+    has_groups,
+    in_form,
     name_of,
     trials_of,
 )
@@ -182,7 +187,7 @@ def test_products_of_groups_use_tensor_cores_and_do_not_spill(arch: str) -> None
     if arch == "sm_75":
         shape = replace(shape, dtype="float16")
     for what, form in GROUPED.items():
-        for made in aot.compile_all(variants_of(replace(shape, **form), arch), arch):
+        for made in aot.compile_all(variants_of(in_form(shape, **form), arch), arch):
             counts = instructions(made.ptx)
             used = [name for name in TENSOR_CORES if counts[name]]
             assert used == ([instruction_of(made.variant, arch)] if arch in ARCHS else []), what
@@ -193,9 +198,9 @@ def test_products_of_groups_use_tensor_cores_and_do_not_spill(arch: str) -> None
 @pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize("bits", [0, 8, 4])
 def test_products_use_tensor_cores_and_do_not_spill(arch: str, bits: int) -> None:
-    shapes: list[Shape] = [replace(QWEN3_30B, bits=bits)]
+    shapes: list[Shape] = [in_form(QWEN3_30B, bits)]
     if bits:
-        shapes.append(replace(LLAMA_8B["gate and up"], bits=bits))
+        shapes.append(in_form(LLAMA_8B["gate and up"], bits))
     for made in aot.compile_all([v for s in shapes for v in variants_of(s, arch)], arch):
         counts = instructions(made.ptx)
         used = [name for name in TENSOR_CORES if counts[name]]
@@ -206,7 +211,7 @@ def test_products_use_tensor_cores_and_do_not_spill(arch: str, bits: int) -> Non
 
 def test_the_oldest_architecture_multiplies_without_tensor_cores() -> None:
     for bits in (0, 8, 4):
-        shape = replace(QWEN3_30B, dtype="float16", bits=bits)
+        shape = in_form(replace(QWEN3_30B, dtype="float16"), bits)
         for made in aot.compile_all(experts_variants(shape, "sm_75"), "sm_75"):
             assert not any(instructions(made.ptx)[name] for name in TENSOR_CORES)
             assert made.resources.spill_stores == 0
@@ -222,7 +227,7 @@ def cases() -> Iterator[Any]:
     on sm_120 as on sm_80.
     """
     for number, shape in enumerate(SHAPES):
-        kinds = 1 if shape.dtype == "float32" else 2 if shape.group else 3
+        kinds = 1 if shape.dtype == "float32" else 2 if has_groups(shape) else 3
         for at, arch in enumerate(["sm_80", "sm_90", "sm_120"][:kinds]):
             if getattr(shape, "rounds", False) and not multiply_bytes(shape.form, [arch]):
                 continue
@@ -249,7 +254,7 @@ def test_products_are_their_reference(kernels: Kernels, shape: Shape, name: str,
 @pytest.mark.parametrize("bits", [0, 4])
 def test_a_row_does_not_depend_on_the_others(kernels: Kernels, bits: int) -> None:
     """Fewer rows in another order, with the same tiles: each has the same bits."""
-    shape = ExpertsShape("bfloat16", bits, 5, 2, 160, 96)
+    shape = experts("bfloat16", Form(bits), 5, 2, 160, 96)
     whole = experts_trial(shape, "sm_90", "few")
     some = np.array([11, 3, 17, 4, 0])
     own = {n: a[some] if n in ("x", "indices", "weights", "out") else a
@@ -263,7 +268,7 @@ def test_a_row_does_not_depend_on_the_others(kernels: Kernels, bits: int) -> Non
 @pytest.mark.parametrize("role", ROLES)
 def test_a_limit_keeps_a_nan(kernels: Kernels, role: str) -> None:
     """A row with a NaN has only NaN, and no other row has one, as in the reference."""
-    shape = ExpertsShape("bfloat16", 0, 4, 2, 160, 96, SILU, 1.702, 0.9, 1.0)
+    shape = experts("bfloat16", PLAIN, 4, 2, 160, 96, **GPT_OSS)
     trial = experts_trial(shape, "sm_90", role)
     trial.given["x"][1, 3] = np.nan
     run_plan(trial.plan, trial.given, lambda variant: kernels.get(variant, "sm_90"))
@@ -278,7 +283,7 @@ def test_a_limit_keeps_a_nan(kernels: Kernels, role: str) -> None:
     ids=str,
 )
 def test_half_precision_on_the_oldest_architecture(kernels: Kernels, form: dict[str, Any]) -> None:
-    shape = replace(EXPERTS[1], dtype="float16", **form)
+    shape = in_form(replace(EXPERTS[1], dtype="float16"), **form)
     for made in trials_of(shape, "sm_75").values():
         trial = made()
         run_plan(trial.plan, trial.given, lambda variant: kernels.get(variant, "sm_75"))
@@ -291,7 +296,7 @@ def test_half_precision_on_the_oldest_architecture(kernels: Kernels, form: dict[
 def test_products_read_whole_sectors_and_meet_no_bank_conflicts(
     kernels: Kernels, bits: int, arch: str
 ) -> None:
-    shapes: list[Shape] = [ExpertsShape("bfloat16", bits, 4, 2, 256, 128)]
+    shapes: list[Shape] = [experts("bfloat16", Form(bits), 4, 2, 256, 128)]
     if bits:
         shapes.append(LinearShape("bfloat16", bits, 256, (128, 64, 64)))
         codes = E2M1 if bits == 4 else E4M3
@@ -310,11 +315,9 @@ def test_products_read_whole_sectors_and_meet_no_bank_conflicts(
                 assert counted.wavefronts <= most * counted.ideal_wavefronts
 
 
-@pytest.mark.parametrize(("experts", "active"), [(512, 10), (1024, 16), (3, 3)])
-def test_layers_of_very_many_and_of_few_experts(
-    kernels: Kernels, experts: int, active: int
-) -> None:
-    shape = ExpertsShape("bfloat16", 0, experts, active, 64, 32)
+@pytest.mark.parametrize(("count", "active"), [(512, 10), (1024, 16), (3, 3)])
+def test_layers_of_very_many_and_of_few_experts(kernels: Kernels, count: int, active: int) -> None:
+    shape = experts("bfloat16", PLAIN, count, active, 64, 32)
     trial = experts_trial(shape, "sm_80", "few", rows=5)
     run_plan(trial.plan, trial.given, lambda variant: kernels.get(variant, "sm_80"))
     where, error, limit = trial.error()
@@ -323,7 +326,7 @@ def test_layers_of_very_many_and_of_few_experts(
 
 def test_slots_are_sorted_and_tiles_are_found(kernels: Kernels) -> None:
     """Experts that no row chose have no tile; several thousand slots take several turns."""
-    shape = ExpertsShape("float16", 0, 37, 3, 16, 16)
+    shape = experts("float16", PLAIN, 37, 3, 16, 16)
     plan = plan_experts(shape, "sm_80", 700)
     rng = np.random.default_rng(0)
     ids = np.array([5 * rng.permutation(7)[:3] + 1 for _ in range(700)], np.int32)

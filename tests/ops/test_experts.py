@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from itertools import permutations
 from typing import Any
 
 import numpy as np
@@ -37,9 +38,13 @@ SHAPES: dict[str, tuple[int, int, int, int, int, dict[str, float], bool]] = {
 
 
 def call_of(
-    shape: str, bits: int, seed: int = 0
+    shape: str, bits: int, seed: int = 0, down_bits: int = 0
 ) -> tuple[list[Array | None], dict[str, float], list[tuple[list[Array], list[Array]]]]:
-    """Operands and attributes of a call; each expert's gate, up and down, and their biases."""
+    """Operands and attributes of a call; each expert's gate, up and down, and their biases.
+
+    `down_bits`: bits of the second layer, if they are others.
+    """
+    down_bits = down_bits or bits
     rows, inputs, inner, count, active, extra, has_bias = SHAPES[shape]
     random = np.random.default_rng(seed)
 
@@ -52,13 +57,13 @@ def call_of(
         layers = [layer(inner, inputs), layer(inner, inputs), layer(inputs, inner)]
         made.append(([w for w, _ in layers], [b for _, b in layers] if has_bias else []))
     up = pack_each([(w[:2], b[:2]) for w, b in made], bits)
-    down = pack_each([(w[2:], b[2:]) for w, b in made], bits)
+    down = pack_each([(w[2:], b[2:]) for w, b in made], down_bits)
     x = random.standard_normal((rows, inputs)).astype(np.float32)
     chosen = np.stack([random.permutation(count)[:active] for _ in range(rows)]).astype(np.int32)
     weights = random.random((rows, active)).astype(np.float32)
     given: list[Array | None] = [x, chosen, weights, up.weight, down.weight]
     given += [*rest(up), *rest(down)]
-    return given, {"inner_features": inner, "bits": bits, **extra}, made
+    return given, {"inner_features": inner, "up_bits": bits, "down_bits": down_bits, **extra}, made
 
 
 def rest(packed: Packed) -> list[Array | None]:
@@ -74,12 +79,23 @@ def run(given: list[Array | None], attributes: dict[str, float]) -> Array:
 @pytest.mark.parametrize("bits", BITS)
 @pytest.mark.parametrize("isa", ISAS)
 def test_is_the_reference(isa: str, bits: int, shape: str) -> None:
-    given, attributes, _ = call_of(shape, bits)
+    require_reference(isa, bits, bits, shape)
+
+
+@pytest.mark.parametrize("shape", ["ragged edges", "gpt_oss"])
+@pytest.mark.parametrize(("bits", "down_bits"), list(permutations(BITS, 2)))
+@pytest.mark.parametrize("isa", ISAS)
+def test_each_layer_has_its_own_bits(isa: str, bits: int, down_bits: int, shape: str) -> None:
+    require_reference(isa, bits, down_bits, shape)
+
+
+def require_reference(isa: str, bits: int, down_bits: int, shape: str) -> None:
+    given, attributes, _ = call_of(shape, bits, down_bits=down_bits)
     expected = experts(*given, **attributes)  # type: ignore[arg-type]
     with forced_isa(isa):
         found = run(given, attributes)
     # What the inner layer rounds to bfloat16 or int8 may fall on either side.
-    step = {32: 0.0, 16: 2**-8, 8: 1 / 127, 4: 1 / 127}[bits]
+    step = {32: 0.0, 16: 2**-8, 8: 1 / 127, 4: 1 / 127}[down_bits]
     scale = np.abs(expected).max()
     assert np.abs(found - expected).max() <= (2e-5 + step / 2) * scale
     assert np.abs(found - expected).mean() <= (2e-6 + step / 100) * scale
@@ -136,7 +152,7 @@ def test_blocks_of_a_long_step_give_what_each_gives_alone() -> None:
     chosen = random.integers(0, count, (rows, 2)).astype(np.int32)
     weights = random.random((rows, 2)).astype(np.float32)
     packed = [up.weight, down.weight, *rest(up), *rest(down)]
-    attributes = {"inner_features": inner, "bits": 8}
+    attributes = {"inner_features": inner, "up_bits": 8, "down_bits": 8}
     whole = run([x, chosen, weights, *packed], attributes)
     for begin in range(0, rows, 4000):
         part = [array[begin : begin + 4000] for array in (x, chosen, weights)]
@@ -226,8 +242,15 @@ REFUSALS: dict[str, tuple[dict[int, Any], dict[str, float], str]] = {
         {},
         "indices: expected one of the 8 experts of up, or -1, got -2",
     ),
-    "bits": ({}, {"bits": 5}, "bits: expected 32, 16, 8 or 4, got 5"),
-    "dtype": ({}, {"bits": 16}, "up: expected bfloat16 for 16 bits, got int8"),
+    "bits of up": ({}, {"up_bits": 5}, "up_bits: expected 32, 16, 8 or 4, got 5"),
+    "bits of down": ({}, {"down_bits": 5}, "down_bits: expected 32, 16, 8 or 4, got 5"),
+    "dtype of up": ({}, {"up_bits": 16}, "up: expected bfloat16 for 16 bits, got int8"),
+    "dtype of down": ({}, {"down_bits": 16}, "down: expected bfloat16 for 16 bits, got int8"),
+    "codes of down": (
+        {},
+        {"down_codes": 1},
+        "down_codes: expected 0 for 8 bits without groups, got 1",
+    ),
     "no scales": ({5: None}, {}, "up_scales: expected some for 8 bits, got none"),
     "scales of another expert count": (
         {8: np.zeros((7, 4, 2, 16), np.float32)},
@@ -236,8 +259,8 @@ REFUSALS: dict[str, tuple[dict[int, Any], dict[str, float], str]] = {
     ),
     "a group that is too large": (
         {},
-        {"group": 2**62, "codes": 3},
-        "group: expected at most 1099511627776, got 4611686018427387904",
+        {"up_group": 2**62, "up_codes": 3},
+        "up_group: expected at most 1099511627776, got 4611686018427387904",
     ),
     "too many inner features": (
         {},
@@ -306,7 +329,7 @@ def test_more_inputs_than_int32_sums_are_refused(
     up, down = pack_each([([wide, wide], [])], bits), pack_each([([narrow], [])], bits)
     given: list[Array | None] = [np.ones((1, inputs), np.float32), np.zeros((1, 1), np.int32)]
     given += [np.ones((1, 1), np.float32), up.weight, down.weight, *rest(up), *rest(down), None]
-    attributes = {"inner_features": inner, "bits": bits}
+    attributes = {"inner_features": inner, "up_bits": bits, "down_bits": bits}
     expected = (
         f"experts: {name}: expected at most {MOST_SUMMED} for {bits} bits without groups, got "
         f"{MOST_SUMMED + 1}"

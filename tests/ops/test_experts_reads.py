@@ -46,5 +46,5 @@ def called(weights: Array, expert: int) -> Array:
     up, down = packed[: np.prod(UP)].reshape(UP), packed[np.prod(UP) :].reshape(DOWN)
     x = np.ones((1, WIDTH), np.float32)
     given = [x, np.array([[expert]], np.int32), np.ones((1, 1), np.float32), up, down]
-    found: Array = native.run(EXPERTS, *given, inner_features=INNER, bits=16)
+    found: Array = native.run(EXPERTS, *given, inner_features=INNER, up_bits=16, down_bits=16)
     return found

@@ -79,7 +79,7 @@ def call_of(
     names = ("out_features", "out_features_1", "out_features_2")
     attributes: dict[str, float] = {
         **dict(zip(names, outs, strict=False)),
-        **form.attributes,
+        **form.attributes(),
         **extra,
     }
     operands = [x, packed.weight, packed.scales, packed.group_bytes, None, None]
@@ -133,16 +133,25 @@ def test_a_row_is_the_same_bits_at_every_height_and_thread_count(isa: str, name:
     require_equal_rows(isa, given, attributes, (1, 5, 7, 13))
 
 
-@pytest.mark.parametrize("name", ["AWQ", "MXFP4", "NVFP4", "FP8", "int8"])
+@pytest.mark.parametrize(
+    ("name", "of_down"),
+    [
+        *((name, name) for name in ("AWQ", "MXFP4", "NVFP4", "FP8", "int8")),
+        ("AWQ", "int8"),
+        ("FP8", "MXFP4"),
+        ("NVFP4", "FP8"),
+        ("int8", "groups of 32"),
+    ],
+)
 @pytest.mark.parametrize("isa", ISAS)
-def test_experts(isa: str, name: str) -> None:
+def test_experts(isa: str, name: str, of_down: str) -> None:
     """Gate and up, then down, of each row's experts."""
-    form, width, inner, count = FORMS[name], 128, 256, 3
+    form, down_form, width, inner, count = FORMS[name], FORMS[of_down], 128, 256, 3
     up = [
         keep([stored_of(form, inner, width, 2 * e + s) for s in (0, 1)], form, interleave=True)
         for e in range(count)
     ]
-    down = [keep([stored_of(form, width, inner, 50 + e)], form) for e in range(count)]
+    down = [keep([stored_of(down_form, width, inner, 50 + e)], down_form) for e in range(count)]
 
     def stacked(parts: list[Packed], name: str) -> Array | None:
         each = [getattr(part, name) for part in parts]
@@ -155,7 +164,8 @@ def test_experts(isa: str, name: str) -> None:
     weights = random.uniform(0.1, 1, indices.shape).astype(np.float32)
     rest = [stacked(p, n) for p in (up, down) for n in ("scales", "group_bytes", "bias")]
     given = [x, indices, weights, stacked(up, "weight"), stacked(down, "weight"), *rest]
-    attributes = {"inner_features": inner, **form.attributes}
+    forms = form.attributes("up_") | down_form.attributes("down_")
+    attributes = {"inner_features": inner, **forms}
     with forced_isa(isa):
         found = native.run(EXPERTS, *given, **attributes)
         expected = experts(*given, **attributes)  # type: ignore[arg-type]

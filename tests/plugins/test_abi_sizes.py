@@ -54,6 +54,7 @@ def pool(slots: int = 0, layers: int = 1, page_size: int = 4) -> Shapes:
 
 FLOAT32 = {"out_features": 16, "bits": 32}
 ATTENDS = {"layer": 0, "scale": 1.0}
+SMALL_EXPERTS = {"inner_features": 16, "up_bits": 32, "down_bits": 32}
 MIXTURE: Shapes = {
     "x": (1, 64),
     "indices": (1, 2**62),
@@ -76,12 +77,12 @@ MIXTURE: Shapes = {
          "x: dim in_features: expected at most 256, got 512"),
         (LINEAR, linear(panels=2**58), FLOAT32,
          f"weight: dim num_panels: expected at most {MOST}, got {2**58}"),
-        (EXPERTS, MIXTURE, {"inner_features": 16, "bits": 32},
+        (EXPERTS, MIXTURE, SMALL_EXPERTS,
          f"indices: dim num_active: expected at most {MOST}, got {2**62}"),
         (EXPERTS, MIXTURE | {"indices": (1, 2**40), "weights": (1, 2**40), "x": (1, 2**16),
                              "up": (1, 2, 2**16, 16), "down": (1, 2**12, 64, 16),
                              "out": (1, 2**16)},
-         {"inner_features": 16, "bits": 32},
+         SMALL_EXPERTS,
          f"indices: dim num_active: expected at most {2**32}, got {2**40}"),
         (STORE_KV, pool(page_size=2**63 - 1), {"layer": 0},
          f"kv_blocks: dim page_size: expected at most {MOST}, got {2**63 - 1}"),

@@ -229,8 +229,11 @@ def _turned_experts(
         yield f"{stem}.{end}", np.ascontiguousarray(rows)
 
 
-def meant(folder: Path, out: Path, kind: str, experts: str = "") -> Path:
-    """A plain checkpoint of the numbers that blocks of `make` stand for, by the gguf package."""
+def meant(folder: Path, out: Path, kind: str, experts: str = "", down: str = "") -> Path:
+    """A plain checkpoint of the numbers that blocks of `make` stand for, by the gguf package.
+
+    `down`: kind of the experts' second layer, if it is another.
+    """
     import gguf
 
     stored = load_file(folder / "model.safetensors")
@@ -240,6 +243,8 @@ def meant(folder: Path, out: Path, kind: str, experts: str = "") -> Path:
             continue
         is_expert = ".experts." in name
         own = (experts or kind) if is_expert else kind
+        if is_expert and (".w2." in name or "down_proj" in name):
+            own = down or own
         rows = weight.swapaxes(1, 2) if is_expert and is_turned else weight
         blocks = _blocks(np.ascontiguousarray(rows, np.float32), own)
         made = gguf.dequantize(blocks, gguf.GGMLQuantizationType[own]).reshape(rows.shape)

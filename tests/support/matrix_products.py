@@ -3,29 +3,61 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
+from typing import Any
 
 from kvgraph.kernels.experts_plan import ExpertsShape
 from kvgraph.kernels.linear_plan import LinearShape
 from kvgraph.kernels.matrix_tiles import ROLES
 from kvgraph.kernels.matrix_trials import experts_trial, linear_trials
 from kvgraph.kernels.trials import Trial
-from kvgraph.ops.packed import E2M1, E4M3, GELU, GELU_TANH, INT8, SILU
+from kvgraph.ops.packed import E2M1, E4M3, GELU, GELU_TANH, INT8, INTEGERS, Form
 
 Shape = ExpertsShape | LinearShape
 
+
+def experts(
+    dtype: str, form: Form, *sizes: int, down: Form | None = None, **gate: Any
+) -> ExpertsShape:
+    """`sizes`: experts, active, in_features, inner_features. `down`: its form, if it is another."""
+    return ExpertsShape(dtype, form, down or form, *sizes, **gate)
+
+
+def in_form(
+    shape: Shape, bits: int, group: int = 0, codes: int = INTEGERS, offsets: bool = False
+) -> Shape:
+    """`shape` with all its weights in one form."""
+    if isinstance(shape, LinearShape):
+        return replace(shape, bits=bits, group=group, codes=codes, offsets=offsets)
+    form = Form(bits, group, codes, offsets)
+    return replace(shape, up=form, down=form)
+
+
+def has_groups(shape: Shape) -> bool:
+    forms = [shape.form] if isinstance(shape, LinearShape) else [shape.up, shape.down]
+    return any(form.group for form in forms)
+
+
+PLAIN, INT8_ROWS, NIBBLES = Form(0), Form(8), Form(4)
+GPT_OSS = {"alpha": 1.702, "limit": 0.9, "up_offset": 1.0}
 # Widths that fill no tile and no group, every gate, with and without biases.
 EXPERTS = (
-    ExpertsShape("float32", 0, 5, 2, 72, 40, SILU),
-    ExpertsShape("bfloat16", 0, 4, 2, 160, 96, SILU, 1.702, 0.9, 1.0, True, True),
-    ExpertsShape("float16", 0, 9, 3, 128, 64, GELU),
-    ExpertsShape("bfloat16", 0, 1, 1, 64, 200, GELU_TANH, down_bias=True),
-    ExpertsShape("bfloat16", 8, 4, 2, 160, 96, SILU, up_bias=True),
-    ExpertsShape("bfloat16", 4, 4, 2, 256, 200, GELU_TANH, down_bias=True),
-    ExpertsShape("bfloat16", 4, 4, 2, 160, 96, group=32, codes=E2M1, up_bias=True),
-    ExpertsShape("float16", 4, 4, 2, 128, 64, group=64, up_offsets=True),
-    ExpertsShape("bfloat16", 8, 4, 2, 160, 96, group=128, codes=E4M3),
-    *(ExpertsShape("bfloat16", bits, 3, 2, 680, 328) for bits in (8, 4)),  # several steps
+    experts("float32", PLAIN, 5, 2, 72, 40),
+    experts("bfloat16", PLAIN, 4, 2, 160, 96, **GPT_OSS, up_bias=True, down_bias=True),
+    experts("float16", PLAIN, 9, 3, 128, 64, activation=GELU),
+    experts("bfloat16", PLAIN, 1, 1, 64, 200, activation=GELU_TANH, down_bias=True),
+    experts("bfloat16", INT8_ROWS, 4, 2, 160, 96, up_bias=True),
+    experts("bfloat16", NIBBLES, 4, 2, 256, 200, activation=GELU_TANH, down_bias=True),
+    experts("bfloat16", Form(4, 32, E2M1), 4, 2, 160, 96, up_bias=True),
+    experts("float16", Form(4, 64, INTEGERS, True), 4, 2, 128, 64, down=Form(4, 64)),
+    experts("bfloat16", Form(8, 128, E4M3), 4, 2, 160, 96),
+    experts("bfloat16", INT8_ROWS, 3, 2, 680, 328),  # several steps
+    experts("bfloat16", NIBBLES, 3, 2, 680, 328),
+    # A form for each layer.
+    experts("bfloat16", NIBBLES, 4, 2, 160, 96, down=INT8_ROWS, up_bias=True),
+    experts("bfloat16", Form(8, 128, E4M3), 4, 2, 160, 96, down=Form(4, 32, E2M1)),
+    experts("float16", Form(4, 64, INTEGERS, True), 4, 2, 128, 64, down=PLAIN),
 )
 LINEARS = (
     LinearShape("float32", 8, 72, (40, 0, 0)),
@@ -57,7 +89,7 @@ LINEARS = (
 SHAPES: tuple[Shape, ...] = (*EXPERTS, *LINEARS)
 
 # Of models that run on one GPU.
-QWEN3_30B = ExpertsShape("bfloat16", 0, 128, 8, 2048, 768)
+QWEN3_30B = experts("bfloat16", PLAIN, 128, 8, 2048, 768)
 LLAMA_8B = {
     "q, k and v": LinearShape("bfloat16", 8, 4096, (4096, 1024, 1024)),
     "gate and up": LinearShape("bfloat16", 8, 4096, (14336, 0, 0), gated=True),
@@ -68,14 +100,16 @@ LLAMA_8B = {
 def name_of(shape: Shape) -> str:
     if isinstance(shape, LinearShape):
         columns = "+".join(map(str, shape.out_features)) + "-gated" * shape.gated
-        return f"{shape.dtype}-{_form(shape)}-{shape.in_features}x{columns}"
+        form = _form(shape.form) + "-rounds" * shape.rounds
+        return f"{shape.dtype}-{form}-{shape.in_features}x{columns}"
     widths = f"{shape.experts}x{shape.in_features}x{shape.inner_features}"
-    return f"{shape.dtype}-{_form(shape)}-{widths}"
+    forms = "+".join(dict.fromkeys(map(_form, (shape.up, shape.down))))
+    return f"{shape.dtype}-{forms}-{widths}"
 
 
-def _form(shape: Shape) -> str:
-    form = f"{shape.bits}" + f".{shape.group}.{shape.codes}" * bool(shape.group or shape.codes)
-    return form + "-rounds" * (isinstance(shape, LinearShape) and shape.rounds)
+def _form(form: Form) -> str:
+    groups = f".{form.group}.{form.codes}" * bool(form.group or form.codes)
+    return f"{form.bits}{groups}"
 
 
 def trials_of(shape: Shape, arch: str) -> dict[str, Callable[[], Trial]]:

@@ -43,10 +43,9 @@ def fuse_experts(program: ExportedProgram, bits: int | None, weights: Weights) -
 def _fused(program: ExportedProgram, mixture: MatchedExperts, bits: int, weights: Weights) -> Node:
     count = len(mixture.up.weight)
     expect(count <= MOST_EXPERTS, f"expected at most {MOST_EXPERTS} experts, got {count}")
-    found, is_kept = mixture.form(weights, bits, takes=takes)
-    form = Form(0) if found.bits == PLAIN_BITS else of_kernels(found)
-    up = _add(program, mixture.up, form, is_kept, weights, [mixture.gate.gate, mixture.gate.up])
-    down = _add(program, mixture.down, form, is_kept, weights, [slice(None)])
+    halves = [mixture.gate.gate, mixture.gate.up]
+    up, up_form = _add(program, mixture.up, bits, weights, halves)
+    down, down_form = _add(program, mixture.down, bits, weights, [slice(None)])
     operands = (
         mixture.x,
         cast(mixture.ids, torch.int32),
@@ -56,7 +55,8 @@ def _fused(program: ExportedProgram, mixture: MatchedExperts, bits: int, weights
         *up[1:],
         *down[1:],
     )
-    attributes: dict[str, float] = {**form.attributes} if form.bits else {}
+    forms = up_form.attributes("up_") | down_form.attributes("down_")
+    attributes: dict[str, float] = {name: given for name, given in forms.items() if given}
     whole: Node = program.graph.call_function(FUSED, operands, attributes | mixture.gate.attributes)
     return whole
 
@@ -64,12 +64,14 @@ def _fused(program: ExportedProgram, mixture: MatchedExperts, bits: int, weights
 def _add(
     program: ExportedProgram,
     layer: Layer,
-    form: Form,
-    is_kept: bool,
+    bits: int,
     weights: Weights,
     parts: list[slice],
-) -> list[Node | None]:
-    """Add parameters for a layer with the columns of `parts` interleaved; return their nodes."""
+) -> tuple[list[Node | None], Form]:
+    """Add parameters for a layer with the columns of `parts` interleaved; return their nodes and
+    their form."""
+    found, is_kept = layer.form(weights, bits, takes=takes)
+    form = Form(0) if found.bits == PLAIN_BITS else of_kernels(found)
 
     def make() -> Iterator[Part]:
         dtype = torch.float32 if form.bits else None
@@ -84,7 +86,8 @@ def _add(
 
     each = shapes(layer.columns, layer.inputs, form, layer.weight.dtype, layer.bias is not None)
     stacked = {name: ((len(layer.weight), *shape), dtype) for name, (shape, dtype) in each.items()}
-    return add_matrix(program, weights, layer.name, (*layer.parts(parts), form), stacked, make)
+    key = *layer.parts(parts), form
+    return add_matrix(program, weights, layer.name, key, stacked, make), form
 
 
 def _part(weight: torch.Tensor | Coded, columns: slice, form: Form) -> Part:

@@ -139,7 +139,7 @@ class Group:
     def attributes(self, form: Form) -> dict[str, int]:
         """Attributes of the node over weights that are packed in `form`."""
         gate = {} if self.gated is None else {"silu_mul": 1}
-        return dict(zip(OUT_FEATURES, self.widths, strict=False)) | form.attributes | gate
+        return dict(zip(OUT_FEATURES, self.widths, strict=False)) | form.attributes() | gate
 
     @property
     def stem(self) -> str:

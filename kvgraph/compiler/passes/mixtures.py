@@ -9,6 +9,7 @@ import torch
 from torch.export import ExportedProgram
 from torch.fx import Node
 
+from kvgraph.compiler.joined_forms import Takes
 from kvgraph.compiler.kept_rows import in_groups
 from kvgraph.compiler.passes.gates import Gate
 from kvgraph.compiler.passes.operands import UnmatchedError, expect, expect_dtype, value
@@ -66,6 +67,12 @@ class Layer:
             found = rows(expert, expert + 1).map(lambda part: part[0])
             yield found, None if biases is None else biases[expert]
 
+    def form(self, weights: Weights, bits: int, *, takes: Takes) -> tuple[Form, bool]:
+        """The form of its weights, and whether they keep it as stored; see `Weights.form_of`."""
+        source = self.source(weights)
+        fits = source.is_coded_transposed == self.is_transposed
+        return weights.form_of([source], bits, can_keep=fits, takes=takes)
+
     def source(self, weights: Weights) -> Values:
         """The source of the whole weight's values, in float32."""
         return weights.values(self.name, self.weight, torch.float32)
@@ -91,17 +98,6 @@ class MatchedExperts:
     def rewritten(self, replacement: Callable[[MatchedExperts], Node]) -> Node:
         """The node that computes `total`, made by `replacement` at the graph's insertion point."""
         return replacement(self)
-
-    def form(
-        self, weights: Weights, bits: int, *, takes: Callable[[Form], bool] = lambda form: True
-    ) -> tuple[Form, bool]:
-        """The form for both layers' weights, and whether they keep it as stored; see
-        `Weights.form_of`."""
-        layers = self.up, self.down
-        sources = [layer.source(weights) for layer in layers]
-        transposed = [source.is_coded_transposed for source in sources]
-        fits = transposed == [layer.is_transposed for layer in layers]
-        return weights.form_of(sources, bits, can_keep=fits, takes=takes)
 
 
 def require_kinds(mixture: MatchedExperts, kinds: Collection[torch.dtype]) -> None:

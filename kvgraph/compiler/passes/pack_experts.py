@@ -42,17 +42,21 @@ def pack_experts(program: ExportedProgram, bits: int | None, weights: Weights) -
 def _packed(program: ExportedProgram, mixture: MatchedExperts, bits: int, weights: Weights) -> Node:
     up, down, inner = mixture.up, mixture.down, mixture.down.inputs
     halves = [mixture.gate.gate, mixture.gate.up]
-    widest = max(up.inputs, down.inputs)
-    form, is_kept = mixture.form(weights, bits, takes=lambda form: form.sums(widest))
-    given = [
-        *_add(program, up, [inner, inner], form, is_kept, weights, halves),
-        *_add(program, down, [down.columns], form, is_kept, weights, [slice(None)]),
-    ]
-    packed, rest = given[::4], [x for i, x in enumerate(given) if i % 4]
-    attributes: dict[str, float] = {"inner_features": inner, **form.attributes}
-    x, chosen = cast(mixture.x, torch.float32), cast(mixture.weights, torch.float32)
-    operands = (x, cast(mixture.ids, torch.int32), chosen, *packed, *rest, mixture.residual)
-    whole = add_call(program.graph, PACKED, *operands, **attributes, **mixture.gate.attributes)
+    first, up_form = _add(program, up, [inner, inner], bits, weights, halves)
+    second, down_form = _add(program, down, [down.columns], bits, weights, [slice(None)])
+    operands = (
+        cast(mixture.x, torch.float32),
+        cast(mixture.ids, torch.int32),
+        cast(mixture.weights, torch.float32),
+        first[0],
+        second[0],
+        *first[1:],
+        *second[1:],
+        mixture.residual,
+    )
+    forms = up_form.attributes("up_") | down_form.attributes("down_")
+    attributes: dict[str, float] = {"inner_features": inner, **forms, **mixture.gate.attributes}
+    whole = add_call(program.graph, PACKED, *operands, **attributes)
     return cast(whole, value(mixture.total).dtype)
 
 
@@ -60,15 +64,16 @@ def _add(
     program: ExportedProgram,
     layer: Layer,
     features: list[int],
-    form: Form,
-    is_kept: bool,
+    bits: int,
     weights: Weights,
     halves: list[slice],
-) -> list[Node | None]:
-    """Add parameters for a layer of experts, and return their nodes.
+) -> tuple[list[Node | None], Form]:
+    """Add parameters for a layer of experts; return their nodes and their form.
 
     `halves`: the columns of each packed section of an expert; `features`: their numbers.
     """
+
+    form, is_kept = layer.form(weights, bits, takes=lambda form: form.sums(layer.inputs))
 
     def make() -> Iterator[Packed]:
         given = layer.each_stored(weights, form.group) if is_kept else layer.each(weights)
@@ -81,7 +86,8 @@ def _add(
             features, layer.inputs, form, layer.bias is not None
         ).items()
     }
-    return add_packed(program, weights, layer.name, (*layer.parts(halves), form), forms, make)
+    key = *layer.parts(halves), form
+    return add_packed(program, weights, layer.name, key, forms, make), form
 
 
 def _section(weight: torch.Tensor | Coded, bias: torch.Tensor | None, half: slice) -> Section:

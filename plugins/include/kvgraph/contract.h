@@ -5,13 +5,13 @@
 
 #include <stdint.h>
 
-#define KVG_ABI_VERSION 4
+#define KVG_ABI_VERSION 5
 #define KVG_DOMAIN "kvgraph"
 #define KVG_OPSET_VERSION 1
 #define KVG_MAX_RANK 6
 #define KVG_NUM_OPS 3
 #define KVG_MAX_OPERANDS 14
-#define KVG_MAX_ATTRIBUTES 9
+#define KVG_MAX_ATTRIBUTES 11
 #define KVG_NUM_CPU_OPS 8
 
 typedef enum kvg_dtype { KVG_FLOAT32 = 1, KVG_FLOAT16 = 2, KVG_BFLOAT16 = 3, KVG_INT8 = 4, KVG_FLOAT8_E4M3FN = 5, KVG_INT32 = 6 } kvg_dtype;
@@ -28,8 +28,8 @@ static const int32_t KVG_DTYPE_ONNX[] = {0, 1, 10, 16, 3, 17, 6};
 static const float KVG_DTYPE_LARGEST[] = {0, 0, 0, 0, 127, 448, 0};
 // TensorRT's DataType of each from kvg_dtype 1 on.
 #define KVG_DTYPE_TENSORRT(scope) scope kFLOAT, scope kHALF, scope kBF16, scope kINT8, scope kFP8, scope kINT32
-#define KVG_NUM_DIM_SYMBOLS 40
-static const char* const KVG_DIM_NAMES[] = {"num_page_slots", "kv_dim", "num_layers", "page_size", "num_kv_heads", "head_dim", "total_seq_len", "v_head_dim", "batch_size", "max_num_pages", "scales_per_head", "num_heads", "num_steps", "max_positions", "rotary_dim", "rows", "in_features", "num_panels", "num_lines", "line", "num_scales", "num_groups", "num_bytes", "out_features", "out_features_1", "out_features_2", "width", "out_width", "num_active", "num_experts", "num_up_panels", "num_up_lines", "num_down_panels", "num_down_lines", "num_up_scales", "num_up_groups", "num_up_bytes", "num_down_scales", "num_down_groups", "num_down_bytes"};
+#define KVG_NUM_DIM_SYMBOLS 42
+static const char* const KVG_DIM_NAMES[] = {"num_page_slots", "kv_dim", "num_layers", "page_size", "num_kv_heads", "head_dim", "total_seq_len", "v_head_dim", "batch_size", "max_num_pages", "scales_per_head", "num_heads", "num_steps", "max_positions", "rotary_dim", "rows", "in_features", "num_panels", "num_lines", "line", "num_scales", "num_groups", "num_bytes", "out_features", "out_features_1", "out_features_2", "width", "out_width", "num_active", "num_experts", "num_up_panels", "num_up_lines", "up_line", "num_down_panels", "num_down_lines", "down_line", "num_up_scales", "num_up_groups", "num_up_bytes", "num_down_scales", "num_down_groups", "num_down_bytes"};
 
 enum {
   KVG_DIM_NUM_PAGE_SLOTS, KVG_DIM_KV_DIM, KVG_DIM_NUM_LAYERS, KVG_DIM_PAGE_SIZE,
@@ -39,9 +39,9 @@ enum {
   KVG_DIM_NUM_PANELS, KVG_DIM_NUM_LINES, KVG_DIM_LINE, KVG_DIM_NUM_SCALES, KVG_DIM_NUM_GROUPS,
   KVG_DIM_NUM_BYTES, KVG_DIM_OUT_FEATURES, KVG_DIM_OUT_FEATURES_1, KVG_DIM_OUT_FEATURES_2,
   KVG_DIM_WIDTH, KVG_DIM_OUT_WIDTH, KVG_DIM_NUM_ACTIVE, KVG_DIM_NUM_EXPERTS, KVG_DIM_NUM_UP_PANELS,
-  KVG_DIM_NUM_UP_LINES, KVG_DIM_NUM_DOWN_PANELS, KVG_DIM_NUM_DOWN_LINES, KVG_DIM_NUM_UP_SCALES,
-  KVG_DIM_NUM_UP_GROUPS, KVG_DIM_NUM_UP_BYTES, KVG_DIM_NUM_DOWN_SCALES, KVG_DIM_NUM_DOWN_GROUPS,
-  KVG_DIM_NUM_DOWN_BYTES
+  KVG_DIM_NUM_UP_LINES, KVG_DIM_UP_LINE, KVG_DIM_NUM_DOWN_PANELS, KVG_DIM_NUM_DOWN_LINES,
+  KVG_DIM_DOWN_LINE, KVG_DIM_NUM_UP_SCALES, KVG_DIM_NUM_UP_GROUPS, KVG_DIM_NUM_UP_BYTES,
+  KVG_DIM_NUM_DOWN_SCALES, KVG_DIM_NUM_DOWN_GROUPS, KVG_DIM_NUM_DOWN_BYTES
 };
 
 // Attribute `codes` of linear and experts: what weights in groups are stored as.
@@ -79,7 +79,7 @@ typedef struct kvg_operand {
   int32_t rank;
   kvg_dim dims[KVG_MAX_RANK];
   uint32_t dtypes;         // bit (1 << kvg_dtype) for every dtype that is allowed
-  int32_t type_variable;   // operands of one variable share a dtype: 0 none, 1 T, 2 P
+  int32_t type_variable;   // operands of one variable share a dtype: 0 none, 1 T, 2 P, 3 Q
   int32_t optional;
   int32_t alias;           // of an output: index of the input whose address it must have; else -1
 } kvg_operand;
@@ -268,36 +268,40 @@ enum {
   KVG_EXPERTS_DOWN_GROUP_BYTES, KVG_EXPERTS_DOWN_BIAS, KVG_EXPERTS_RESIDUAL, KVG_EXPERTS_OUT
 };
 enum {
-  KVG_EXPERTS_ATTR_INNER_FEATURES, KVG_EXPERTS_ATTR_BITS, KVG_EXPERTS_ATTR_GROUP,
-  KVG_EXPERTS_ATTR_CODES, KVG_EXPERTS_ATTR_ACTIVATION, KVG_EXPERTS_ATTR_ALPHA,
+  KVG_EXPERTS_ATTR_INNER_FEATURES, KVG_EXPERTS_ATTR_UP_BITS, KVG_EXPERTS_ATTR_UP_GROUP,
+  KVG_EXPERTS_ATTR_UP_CODES, KVG_EXPERTS_ATTR_DOWN_BITS, KVG_EXPERTS_ATTR_DOWN_GROUP,
+  KVG_EXPERTS_ATTR_DOWN_CODES, KVG_EXPERTS_ATTR_ACTIVATION, KVG_EXPERTS_ATTR_ALPHA,
   KVG_EXPERTS_ATTR_LIMIT, KVG_EXPERTS_ATTR_UP_OFFSET
 };
 static const kvg_operand KVG_EXPERTS_OPERANDS[] = {
     {"x", 2, {{15, 0}, {16, 0}}, 0x2u, 0, 0, -1},
     {"indices", 2, {{15, 0}, {28, 0}}, 0x40u, 0, 0, -1},
     {"weights", 2, {{15, 0}, {28, 0}}, 0x2u, 0, 0, -1},
-    {"up", 4, {{29, 0}, {30, 0}, {31, 0}, {19, 0}}, 0x3au, 2, 0, -1},
-    {"down", 4, {{29, 0}, {32, 0}, {33, 0}, {19, 0}}, 0x3au, 2, 0, -1},
-    {"up_scales", 4, {{29, 0}, {30, 0}, {34, 0}, {-1, 16}}, 0x2u, 0, 1, -1},
-    {"up_group_bytes", 4, {{29, 0}, {30, 0}, {35, 0}, {36, 0}}, 0x10u, 0, 1, -1},
+    {"up", 4, {{29, 0}, {30, 0}, {31, 0}, {32, 0}}, 0x3au, 2, 0, -1},
+    {"down", 4, {{29, 0}, {33, 0}, {34, 0}, {35, 0}}, 0x3au, 3, 0, -1},
+    {"up_scales", 4, {{29, 0}, {30, 0}, {36, 0}, {-1, 16}}, 0x2u, 0, 1, -1},
+    {"up_group_bytes", 4, {{29, 0}, {30, 0}, {37, 0}, {38, 0}}, 0x10u, 0, 1, -1},
     {"up_bias", 3, {{29, 0}, {30, 0}, {-1, 16}}, 0x2u, 0, 1, -1},
-    {"down_scales", 4, {{29, 0}, {32, 0}, {37, 0}, {-1, 16}}, 0x2u, 0, 1, -1},
-    {"down_group_bytes", 4, {{29, 0}, {32, 0}, {38, 0}, {39, 0}}, 0x10u, 0, 1, -1},
-    {"down_bias", 3, {{29, 0}, {32, 0}, {-1, 16}}, 0x2u, 0, 1, -1},
+    {"down_scales", 4, {{29, 0}, {33, 0}, {39, 0}, {-1, 16}}, 0x2u, 0, 1, -1},
+    {"down_group_bytes", 4, {{29, 0}, {33, 0}, {40, 0}, {41, 0}}, 0x10u, 0, 1, -1},
+    {"down_bias", 3, {{29, 0}, {33, 0}, {-1, 16}}, 0x2u, 0, 1, -1},
     {"residual", 2, {{15, 0}, {16, 0}}, 0x2u, 0, 1, -1},
     {"out", 2, {{15, 0}, {16, 0}}, 0x2u, 0, 0, -1},
 };
 static const kvg_attribute KVG_EXPERTS_ATTRIBUTES[] = {
     {"inner_features", 0, 1, 0.0},
-    {"bits", 0, 1, 0.0},
-    {"group", 0, 0, 0.0},
-    {"codes", 0, 0, 0.0},
+    {"up_bits", 0, 1, 0.0},
+    {"up_group", 0, 0, 0.0},
+    {"up_codes", 0, 0, 0.0},
+    {"down_bits", 0, 1, 0.0},
+    {"down_group", 0, 0, 0.0},
+    {"down_codes", 0, 0, 0.0},
     {"activation", 0, 0, 0.0},
     {"alpha", 1, 0, 1.0},
     {"limit", 1, 0, 0.0},
     {"up_offset", 1, 0, 0.0},
 };
-static const kvg_op KVG_OP_EXPERTS = {"experts", 12, 1, 8, KVG_EXPERTS_OPERANDS, KVG_EXPERTS_ATTRIBUTES};
+static const kvg_op KVG_OP_EXPERTS = {"experts", 12, 1, 11, KVG_EXPERTS_OPERANDS, KVG_EXPERTS_ATTRIBUTES};
 
 // route: The best experts of each row, and their weights, from a router's logits.
 enum {
