@@ -19,7 +19,7 @@ from kvgraph.contract.signature import GraphSignature
 from kvgraph.contract.versions import AGAIN, of_other
 from kvgraph.errors import ArtifactError, RequestError, UnsupportedError
 from kvgraph.ops.specs import ABI_VERSION
-from kvgraph.runtime.external import require_places, require_windows
+from kvgraph.runtime.external import require_model
 from kvgraph.runtime.folder import ATTENTION, ArtifactFolder, state_of
 from kvgraph.runtime.intact import require_intact
 from kvgraph.runtime.machine import require_machine, require_threads
@@ -258,7 +258,7 @@ def verify(folder: str | Path) -> Artifact:
     artifact.require_consistent()
     require_intact(folder, artifact.manifest, again=True)
     for model, checks in (
-        (ONNX_NAME, (require_places, require_windows)),
+        (ONNX_NAME, (require_model,)),
         (PROGRAM_NAME, (require_weights, require_ops)),
     ):
         if {model, WEIGHTS_NAME} <= set(artifact.manifest.files):

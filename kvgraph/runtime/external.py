@@ -29,36 +29,41 @@ VARINT, BYTES, SIZES = 0, 2, {1: 8, 5: 4}
 """Wire types of protobuf; those with a fixed size, and the size."""
 
 
-def require_places(artifact: ArtifactFolder) -> None:
-    """Raise ArtifactError unless the weights of the artifact's rank have every tensor that its
-    model points to, there.
+def require_model(artifact: ArtifactFolder) -> None:
+    """Raise ArtifactError unless `model.onnx` of the artifact's rank fits the other files: the
+    weights have every tensor that it points to, there, and attention has the manifest's windows.
 
     A model that is no protobuf passes: ONNX Runtime refuses it.
     """
-    model, weights = artifact.file(ONNX_NAME), artifact.file(WEIGHTS_NAME)
+    graph = _graph(artifact.file(ONNX_NAME))
+    _require_places(graph, artifact.file(WEIGHTS_NAME))
+    windows = _windows(graph)
+    if windows is not None:
+        artifact.require_windows(ONNX_NAME, windows)
+
+
+def _graph(model: Path) -> bytes:
+    """The graph in `model`; empty if the file is damaged or has none."""
+    with ignoring(OSError, ValueError, LookupError), open_regular(model) as file:
+        return b"".join(value for number, value in _fields(file.read()) if number == GRAPH)
+    return b""
+
+
+def _require_places(graph: bytes, weights: Path) -> None:
     layout = read_layout(weights)
-    for name, (start, size) in _places(model, weights.name).items():
+    for name, (start, size) in _places(graph, weights.name).items():
         found = layout.get(name)
         if found is None or (found.offset, found.nbytes) != (start, size):
             got = f"{found.nbytes} from byte {found.offset}" if found else "none"
             raise ArtifactError(
                 f"{weights}: {in_short(name)}: expected {size} bytes from byte {start}, as "
-                f"{model.name} says, got {got}; compile the model again"
+                f"{ONNX_NAME} says, got {got}; compile the model again"
             )
 
 
-def require_windows(artifact: ArtifactFolder) -> None:
-    """Raise ArtifactError unless attention in `model.onnx` has the windows of the manifest's
-    layers. A model that is no protobuf passes: ONNX Runtime refuses it."""
-    windows = _windows(artifact.file(ONNX_NAME))
-    if windows is not None:
-        artifact.require_windows(ONNX_NAME, windows)
-
-
-def _windows(model: Path) -> list[int] | None:
-    """The window of each node of attention; None if `model` is damaged or has no graph."""
-    with ignoring(OSError, ValueError, LookupError), open_regular(model) as file:
-        graph = b"".join(value for number, value in _fields(file.read()) if number == GRAPH)
+def _windows(graph: bytes) -> list[int] | None:
+    """The window of each node of attention; None if the graph is empty or damaged."""
+    with ignoring(ValueError, LookupError):
         nodes = [list(_fields(value)) for number, value in _fields(graph) if number == NODE]
         windows = [_window(node) for node in nodes if _has(node, OP_TYPE, ATTENTION)]
         return windows if graph else None
@@ -76,12 +81,11 @@ def _has(fields: Iterable[tuple[int, memoryview]], number: int, text: bytes) -> 
     return any(key == number and value == text for key, value in fields)
 
 
-def _places(model: Path, location: str) -> dict[str, tuple[int, int]]:
+def _places(graph: bytes, location: str) -> dict[str, tuple[int, int]]:
     """First byte and size of each initializer in the file `location`; those in front of the first
-    odd one if `model` is damaged."""
+    odd one if the graph is damaged."""
     found = {}
-    with ignoring(OSError, ValueError, LookupError), open_regular(model) as file:
-        graph = b"".join(value for number, value in _fields(file.read()) if number == GRAPH)
+    with ignoring(ValueError, LookupError):
         for tensor in (value for number, value in _fields(graph) if number == INITIALIZER):
             fields = list(_fields(tensor))
             entries = [_fields(value) for number, value in fields if number == EXTERNAL_DATA]

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 import kvgraph
 from kvgraph.errors import ArtifactError
 from kvgraph.runtime.artifact import verify
-from kvgraph.runtime.external import _places, require_places
+from kvgraph.runtime.external import _graph, _places, require_model
 from tests.support.artifacts import Compiled, rehash
 
 MODEL, WEIGHTS = "model.onnx", "weights.safetensors"
@@ -67,11 +67,11 @@ def test_the_places_are_those_that_onnx_reads(compiled: Compiled) -> None:
         }
         expected = {n: (int(e["offset"]), int(e["length"])) for n, e in said.items()}
         assert expected
-        assert _places(folder / MODEL, WEIGHTS) == expected
-        assert _places(folder / MODEL, "other") == {}
+        assert _places(_graph(folder / MODEL), WEIGHTS) == expected
+        assert _places(_graph(folder / MODEL), "other") == {}
         artifact = verify(folder)
         for rank in range(artifact.ranks):
-            require_places(replace(artifact, rank=rank))
+            require_model(replace(artifact, rank=rank))
 
 
 @pytest.mark.parametrize("keep", [0, 1, 3, 100, -1])

@@ -63,7 +63,7 @@ from kvgraph.errors import (
     MissingDependencyError,
 )
 from kvgraph.ops import native
-from kvgraph.runtime.external import require_places, require_windows
+from kvgraph.runtime.external import require_model
 from kvgraph.runtime.folder import ArtifactFolder
 from kvgraph.runtime.machine import default_threads
 from kvgraph.runtime.native_calls import native_call
@@ -104,8 +104,7 @@ class OnnxRuntimeSession(Session):
         register_ops(options)
         path = artifact.file(ONNX_NAME)
         weights = artifact.file(WEIGHTS_NAME).parent
-        require_places(artifact)
-        require_windows(artifact)
+        require_model(artifact)
         self._session = open_session(ort, path, options, PROVIDER, weights=weights)
         require_graph(self._session, path, self.signature)
         bindings = [self._session.io_binding() for _ in range(2)]

@@ -32,7 +32,7 @@ from kvgraph.errors import (
     ArtifactError,
     DeviceError,
 )
-from kvgraph.runtime.external import require_places, require_windows
+from kvgraph.runtime.external import require_model
 from kvgraph.runtime.folder import ArtifactFolder
 from kvgraph.runtime.sessions.cuda_driver import CudaDevice
 from kvgraph.runtime.sessions.cuda_errors import opening_error, step_error
@@ -135,8 +135,7 @@ def _open(ort: ModuleType, artifact: ArtifactFolder, device: CudaDevice) -> Infe
         "use_tf32": "0",
     }
     path = artifact.folder / ONNX_NAME
-    require_places(artifact)
-    require_windows(artifact)
+    require_model(artifact)
     try:
         return open_session(ort, path, options, PROVIDER, settings)
     except ArtifactError as error:

@@ -13,7 +13,7 @@ from kvgraph.contract.dtypes import ALL
 from kvgraph.contract.file_names import ONNX_NAME
 from kvgraph.contract.loading import require_package
 from kvgraph.contract.signature import output_name
-from kvgraph.runtime.external import require_places, require_windows
+from kvgraph.runtime.external import require_model
 from kvgraph.runtime.folder import ArtifactFolder
 from kvgraph.runtime.sessions.base import Session
 from kvgraph.runtime.sessions.opening import Found, opening, require_bindings
@@ -35,8 +35,7 @@ class ReferenceSession(Session):
         from kvgraph.ops.onnx_ops import reference_ops
 
         path = artifact.folder / ONNX_NAME
-        require_places(artifact)
-        require_windows(artifact)
+        require_model(artifact)
         with opening(path, f"onnx {onnx.__version__}"):
             self._evaluator = made = ReferenceEvaluator(str(path), new_ops=reference_ops())
         inputs, outputs = (
