@@ -7,7 +7,7 @@ import torch
 
 from kvgraph.compiler.values import Coded, CodedRows, Values
 from kvgraph.errors import ModelError
-from kvgraph.ops.packed import E2M1, INT8, LEVELS, NVFP4, Form
+from kvgraph.ops.packed import E2M1, EIGHTHS, INT8, LEVELS, NVFP4, Form
 
 LARGEST = {codes: float(np.nanmax(np.abs(levels))) for codes, levels in LEVELS.items()}
 
@@ -38,7 +38,8 @@ def _require_finite(where: str, form: Form, coded: Coded, first: int) -> None:
         assert coded.factors is not None
         scales = scales.view(torch.float8_e4m3fn).float() * coded.factors
     largest = LARGEST[form.codes if form.group else INT8]
-    largest *= 1 if coded.offsets is None else 2  # an offset is at most as large as a number
+    if coded.offsets is not None:  # at most as large as a number; of eighths twice as large
+        largest *= 3 if form.codes == EIGHTHS else 2
     is_finite = (scales.float() * largest).isfinite()
     if not is_finite.all():
         at = tuple(int(i) for i in (~is_finite).nonzero()[0])

@@ -42,7 +42,7 @@ class Coded:
 
     `numbers`: int8 or bytes of E4M3 for 8 bits; for 4 bits, uint8 codes as in `ops.packed.LEVELS`.
     `scales`: `[..., N, groups]`, float32; exponents for E2M1, bytes of E4M3 for NVFP4.
-    `offsets`: int8 with the shape of `scales`, added to each number.
+    `offsets`: int8 with the shape of `scales`, added to each number; for EIGHTHS in eighths.
     `factors`: `[..., N, 1]`, float32, for NVFP4.
     """
 

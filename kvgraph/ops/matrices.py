@@ -20,8 +20,11 @@ from kvgraph.contract.dims import Array, ceildiv
 from kvgraph.contract.dtypes import DTYPES, PACKED_FLOAT8
 from kvgraph.ops import spec
 from kvgraph.ops._store_kv import quantize
-from kvgraph.ops.packed import E2M1, E4M3, INT8, INTEGERS, LEVELS, NVFP4, Form, powers
+from kvgraph.ops.packed import E2M1, E4M3, EIGHTHS, INT8, INTEGERS, LEVELS, NVFP4, Form, powers
 from kvgraph.ops.packed_rules import form_of, known_codes
+
+UNKNOWN = (NVFP4, EIGHTHS)
+"""Codes that no kernel supports."""
 
 GROUP = 128
 """Most inputs of a column under one scale; the default group of nibbles."""
@@ -43,8 +46,9 @@ def of_kernels(form: Form, in_features: int = 0) -> Form:
 
 
 def takes(form: Form) -> bool:
-    """Whether kernels can read weights of this form; none supports scales of groups of 16."""
-    return form.codes != NVFP4
+    """Whether kernels can read weights of this form; none supports scales of groups of 16, or
+    fractions in offsets."""
+    return form.codes not in UNKNOWN
 
 
 def group_of(bits: int, group: int = 0) -> int:
@@ -183,7 +187,7 @@ def form_rules(stem: str = "") -> tuple[spec.Rule, ...]:
         spec.Rule(
             group, lambda group, bits: group and not bits and "0 for bits 0", names=(group, bits)
         ),
-        known_codes(NVFP4, of_rows=(E4M3,), stem=stem),
+        known_codes(*UNKNOWN, of_rows=(E4M3,), stem=stem),
     )
 
 

@@ -42,12 +42,16 @@ PER_LINE = {32: 1, 16: 2, 8: 4, 4: 8}
 NVFP4_GROUP, MXFP4_GROUP = 16, 32
 """Inputs under one scale of NVFP4, and of MXFP4."""
 
-INTEGERS, E2M1, E4M3, INT8, NVFP4 = range(5)
+INTEGERS, E2M1, E4M3, INT8, NVFP4, EIGHTHS = range(6)
 """Codes of groups: integers -8 to 7; FP4 (E2M1, OCP Microscaling Formats 1.0); FP8 (E4M3 without
 infinities, OCP 8-bit Floating Point); integers -128 to 127; FP4 with scales in FP8 and a factor per
-column (NVIDIA's NVFP4)."""
+column (NVIDIA's NVFP4); integers -8 to 7 with offsets in eighths, which stand for the minimum of a
+group that is not a multiple of its scale (GGUF's Q4_K and Q4_1)."""
 
-CODE_BITS = {INTEGERS: 4, E2M1: 4, E4M3: 8, INT8: 8, NVFP4: 4}
+CODE_BITS = {INTEGERS: 4, E2M1: 4, E4M3: 8, INT8: 8, NVFP4: 4, EIGHTHS: 4}
+
+OFFSET_UNIT = {EIGHTHS: 1 / 8}
+"""Unit of the offsets of groups, if it is not 1."""
 
 FP4 = (E2M1, NVFP4)
 """Codes of FP4 numbers; their scales are bytes of groups."""
@@ -70,6 +74,7 @@ LEVELS = {
     E4M3: _floats(4, 3),
     INT8: np.array([*range(128), *range(-128, 0)], np.float32),
     NVFP4: _floats(2, 1),
+    EIGHTHS: np.array([*range(8), *range(-8, 0)], np.float32),
 }
 """Number of each code, by kind of codes. The largest code of E4M3 is a NaN and is never stored."""
 
@@ -181,7 +186,8 @@ def decode(
         decoded = own * scales.transpose(0, 2, 1).astype(np.float64)
     else:
         assert scales is not None
-        offsets = 0.0 if group_bytes is None else of_inputs(group_bytes)
+        unit = OFFSET_UNIT.get(codes, 1)
+        offsets = 0.0 if group_bytes is None else of_inputs(group_bytes) * unit
         decoded = (numbers + offsets) * of_inputs(scales)
     flat: Array = decoded.reshape(panels * COLUMNS, -1)
     return flat

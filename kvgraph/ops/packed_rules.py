@@ -34,7 +34,7 @@ def operands(
     scale per group; for NVFP4, a factor per column.
     group_bytes: for two levels, multipliers less one, two columns in a byte; for integers in
     groups, the offset that is added to each number; for E2M1, the exponent of a scale (bias 127);
-    for NVFP4, a scale in E4M3.
+    for NVFP4, a scale in E4M3; for EIGHTHS, the offset in eighths.
     variable: type variable of the weight, if it is not that of all weights.
     """
     rows = (*leading, f"num_{stem}panels")

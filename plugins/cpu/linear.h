@@ -39,7 +39,7 @@ constexpr int64_t kSilu = KVG_ACTIVATION_SILU, kGelu = KVG_ACTIVATION_GELU,
                   kGeluTanh = KVG_ACTIVATION_GELU_TANH;
 // Codes of groups, and their bits.
 constexpr int64_t kIntegers = KVG_CODES_INTEGERS, kE2m1 = KVG_CODES_E2M1, kE4m3 = KVG_CODES_E4M3,
-                  kInt8 = KVG_CODES_INT8, kNvfp4 = KVG_CODES_NVFP4;
+                  kInt8 = KVG_CODES_INT8, kNvfp4 = KVG_CODES_NVFP4, kEighths = KVG_CODES_EIGHTHS;
 constexpr int64_t code_bits(int64_t codes) { return codes == kE4m3 || codes == kInt8 ? 8 : 4; }
 // The size of a group is a multiple of this.
 constexpr int64_t least_group(int64_t codes) { return codes == kNvfp4 ? 16 : kGroup; }
@@ -58,7 +58,8 @@ struct Linear {
   const uint8_t* multipliers;  // panels x K/kGroup x kColumns nibbles, each a multiplier less one
   const uint8_t* byte_scales;  // scales of E2M1 (exponents) and NVFP4 (E4M3): panels x
                                // group_count() x kColumns
-  const int8_t* offsets;       // added to integers of groups: shaped as byte_scales; nullptr: none
+  const int8_t* offsets;       // added to integers of groups, in eighths for kEighths: shaped as
+                               // byte_scales; nullptr: none
   const float* scales;         // panels x {scale, sum over K of the stored int8} x kColumns; with
                                // groups: shaped as byte_scales; NVFP4: panels x kColumns
   const float* bias;           // panels x kColumns; nullptr: none

@@ -196,11 +196,13 @@ Vector group_scale(const Linear& job, int64_t at) {
 
 inline Vector group_offset(const Linear& job, int64_t at) { return load(Int8{}, job.offsets + at); }
 
-// Writes the sum of a prepared row's inputs for each group.
+// Writes the sum of a prepared row's inputs for each group, times the unit of offsets.
 inline void add_group_sums(const Linear& job, const char* x, char* to) {
+  const float unit = job.codes == kEighths ? 0.125f : 1.0f;
   for (int64_t first = 0; first < job.depth; first += job.group, to += sizeof(float)) {
     float sum = 0;
     for (int64_t k = first; k < std::min(job.depth, first + job.group); ++k) sum += input(x, k);
+    sum *= unit;
     std::memcpy(to, &sum, sizeof sum);
   }
 }

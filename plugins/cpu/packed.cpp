@@ -42,7 +42,7 @@ bool has_scales(const Form& form) { return form.bits < 16 && form.codes != kE2m1
 
 bool has_code(const Form& form) {
   if (!form.group) return form.codes == kIntegers;
-  return form.codes >= kIntegers && form.codes <= kNvfp4 && code_bits(form.codes) == form.bits;
+  return form.codes >= kIntegers && form.codes <= kEighths && code_bits(form.codes) == form.bits;
 }
 
 void check_form(const kvg_op& op, const Form& form) {
@@ -60,7 +60,7 @@ void check_form(const kvg_op& op, const Form& form) {
            ll{form.group});
   if (!has_code(form))
     refuse("%s: %scodes: expected %s for %lld bits%s, got %lld", op.name, form.stem,
-           !form.group ? "0" : form.bits == 8 ? "2 or 3" : "0, 1 or 4", ll{form.bits},
+           !form.group ? "0" : form.bits == 8 ? "2 or 3" : "0, 1, 4 or 5", ll{form.bits},
            form.group ? "" : " without groups", ll{form.codes});
 }
 
@@ -152,7 +152,7 @@ Linear read_packed(const Operands& in, int weight, int scales, const Form& form,
     job.multipliers = in.data<const uint8_t>(group_bytes);
   else if (form.codes == kE2m1 || form.codes == kNvfp4)
     job.byte_scales = in.data<const uint8_t>(group_bytes);
-  else if (form.codes == kIntegers)
+  else if (form.codes == kIntegers || form.codes == kEighths)
     job.offsets = in.data<const int8_t>(group_bytes);
   job.bias = in.data<const float>(bias);
   check_packed({in, weight}, {in, scales}, {in, group_bytes}, job, form, width, of);

@@ -13,7 +13,7 @@ from kvgraph.compiler.packed_weights import Packed, StoredRows, shapes
 from kvgraph.ops import EXPERTS, LINEAR, native
 from kvgraph.ops._experts import experts
 from kvgraph.ops._linear import linear
-from kvgraph.ops.packed import E2M1, E4M3, INT8, INTEGERS, LEVELS, NVFP4, Form, decode
+from kvgraph.ops.packed import E2M1, E4M3, EIGHTHS, INT8, INTEGERS, LEVELS, NVFP4, Form, decode
 from tests.support.isa import forced_isa
 from tests.support.linears import refusals, require_equal_rows
 from tests.support.packed import keep
@@ -31,6 +31,7 @@ FORMS = {
     "a group a row": Form(4, 288),
     "MXFP4": Form(4, 32, E2M1),
     "NVFP4": Form(4, 16, NVFP4),
+    "Q4_K": Form(4, 32, EIGHTHS, True),
     "FP8": Form(8, 128, E4M3),
     "FP8 rows": Form(8, 288, E4M3),
     "int8": Form(8, 32, INT8),
@@ -51,7 +52,8 @@ def stored_of(form: Form, columns: int, inputs: int, seed: int = 0) -> StoredRow
         factors = random.uniform(1e-4, 1e-3, (columns, 1)).astype(np.float32)
         return StoredRows(numbers, scales, factors=factors)
     scales = random.uniform(0.01, 0.1, (columns, groups)).astype(np.float32)
-    offsets = random.integers(-8, 9, (columns, groups)).astype(np.int8)
+    most = 127 if form.codes == EIGHTHS else 8
+    offsets = random.integers(-most, most + 1, (columns, groups)).astype(np.int8)
     return StoredRows(numbers, scales, offsets if form.has_offsets else None)
 
 
@@ -64,7 +66,8 @@ def meant(stored: StoredRows, form: Form) -> Array:
         scales = stored.scales.view(ml_dtypes.float8_e4m3fn).astype(np.float64) * stored.factors
     numbers = LEVELS[form.codes][stored.numbers].astype(np.float64)
     if stored.offsets is not None:
-        numbers += stored.offsets.repeat(form.group, 1)[:, : numbers.shape[1]]
+        unit = 8 if form.codes == EIGHTHS else 1
+        numbers += stored.offsets.repeat(form.group, 1)[:, : numbers.shape[1]] / unit
     return numbers * scales.repeat(form.group, 1)[:, : numbers.shape[1]]
 
 
@@ -126,7 +129,7 @@ def test_is_the_reference(isa: str, name: str) -> None:
                     np.testing.assert_allclose(expected, exact, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", ["AWQ", "MXFP4", "NVFP4", "FP8", "int8"])
+@pytest.mark.parametrize("name", ["AWQ", "MXFP4", "NVFP4", "Q4_K", "FP8", "int8"])
 @pytest.mark.parametrize("isa", ISAS)
 def test_a_row_is_the_same_bits_at_every_height_and_thread_count(isa: str, name: str) -> None:
     given, attributes, _ = call_of(name, (41,), 384, 40)
@@ -136,7 +139,7 @@ def test_a_row_is_the_same_bits_at_every_height_and_thread_count(isa: str, name:
 @pytest.mark.parametrize(
     ("name", "of_down"),
     [
-        *((name, name) for name in ("AWQ", "MXFP4", "NVFP4", "FP8", "int8")),
+        *((name, name) for name in ("AWQ", "MXFP4", "NVFP4", "Q4_K", "FP8", "int8")),
         ("AWQ", "int8"),
         ("FP8", "MXFP4"),
         ("NVFP4", "FP8"),
@@ -174,7 +177,7 @@ def test_experts(isa: str, name: str, of_down: str) -> None:
 
 
 def test_a_row_with_a_nan_is_nan_and_others_are_not() -> None:
-    for name in ("AWQ", "GPTQ", "MXFP4", "NVFP4", "FP8"):
+    for name in ("AWQ", "GPTQ", "MXFP4", "NVFP4", "Q4_K", "FP8"):
         given, attributes, _ = call_of(name, (16,), 128, 12)
         x = given[0]
         assert x is not None
@@ -194,7 +197,7 @@ REFUSED: dict[str, tuple[str, dict[str, float], dict[int, Any], str]] = {
         {},
         "linear: group: expected 0 for 16 bits, got 128",
     ),
-    "codes": ("AWQ", {"codes": 2}, {}, "linear: codes: expected 0, 1 or 4 for 4 bits, got 2"),
+    "codes": ("AWQ", {"codes": 2}, {}, "linear: codes: expected 0, 1, 4 or 5 for 4 bits, got 2"),
     "codes without groups": (
         "MXFP4",
         {"group": 0},
@@ -260,6 +263,12 @@ REFUSED: dict[str, tuple[str, dict[str, float], dict[int, Any], str]] = {
         {},
         {2: np.zeros((1, 8, 16), np.float32)},
         "linear: scales: dim num_scales: expected 1, got 8",
+    ),
+    "no eighths": (
+        "Q4_K",
+        {},
+        {3: None},
+        "linear: group_bytes: expected some for 4 bits, got none",
     ),
     "no bytes of scales": (
         "NVFP4",

@@ -9,12 +9,24 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from kvgraph.compiler.frontends.folder import Config, block_of, first_of, quantization
-from kvgraph.ops.packed import E2M1, E4M3, GROUP, INT8, MXFP4_GROUP, NVFP4, NVFP4_GROUP, Form
+from kvgraph.ops.packed import (
+    E2M1,
+    E4M3,
+    EIGHTHS,
+    GROUP,
+    INT8,
+    MXFP4_GROUP,
+    NVFP4,
+    NVFP4_GROUP,
+    Form,
+)
 
 GGUF_BLOCKS = {
     "Q4_0": Form(4, 32),
     "Q8_0": Form(8, 32, INT8),
     "MXFP4": Form(4, MXFP4_GROUP, E2M1),
+    "Q4_1": Form(4, 32, EIGHTHS, has_offsets=True),
+    "Q4_K": Form(4, 32, EIGHTHS, has_offsets=True),
 }
 """Types of GGUF blocks that can be kept -> form."""
 

@@ -27,7 +27,7 @@ from kvgraph.compiler.quantized.gguf_blocks import (
     Decoded,
     decoded,
     do_fit,
-    form_of,
+    kind_of,
     of_experts,
     of_halves,
     of_matrix,
@@ -114,10 +114,10 @@ def _values(
         compute = partial(_decode, path, name, tensors, processor, shape)
         return Converted(where, shape, torch.float32, compute, bits)
     data, is_transposed = found
-    form = form_of(tensors)
-    if form is None:
+    kind = kind_of(tensors)
+    if kind is None:
         return Decoded(where, shape, bits, data, is_transposed=is_transposed)
-    return Blocks(where, shape, bits, data, form, is_transposed=is_transposed)
+    return Blocks(where, shape, bits, data, kind, is_transposed=is_transposed)
 
 
 def _made_of(

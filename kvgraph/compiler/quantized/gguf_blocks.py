@@ -3,21 +3,22 @@
 Kernels support some types of blocks as they are stored. A block of 32 numbers of one row is a
 float16 scale and 32 int8 (Q8_0), or such a scale and 16 bytes (Q4_0), or an exponent and 16 bytes
 (MXFP4). Bytes have two numbers: the first 16 numbers of a block are in the low bits, the last 16 in
-the high bits.
+the high bits. Blocks with minima too (Q4_1, Q4_K) are decoded in gguf_minima.py.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from kvgraph.compiler.frontends.stored_forms import GGUF_BLOCKS
+from kvgraph.compiler.quantized.gguf_minima import MINIMA, require_finite
 from kvgraph.compiler.values import Coded, CodedRows, Rows, Values
 from kvgraph.contract.dims import Array
-from kvgraph.errors import ModelError
 from kvgraph.ops.packed import E2M1, Form
 
 if TYPE_CHECKING:
@@ -89,22 +90,21 @@ class Blocks(Decoded):
         shape: Sequence[int],
         bits: int,
         data: Data,
-        form: Form,
+        kind: str,
         *,
         is_transposed: bool,
     ) -> None:
+        form = GGUF_BLOCKS[kind]
         own = 8 if form.codes == E2M1 else bits  # 4 bits would round floats again
         super().__init__(where, shape, own, data, is_transposed=is_transposed)
-        self._form = form
+        self._form, self._coded = form, MINIMA.get(kind, partial(_coded, form))
 
     @property
     def form(self) -> Form | None:
         return self._form
 
     def open_coded(self) -> CodedRows:
-        return lambda start, stop: _coded(
-            self.where, self._form, self._data(stored, start, stop), start
-        )
+        return lambda start, stop: self._coded(self.where, self._data(stored, start, stop), start)
 
 
 def of_matrix(tensor: ReaderTensor, order: Array) -> Data:
@@ -144,10 +144,11 @@ def of_halves(tensors: Sequence[ReaderTensor]) -> Data:
     return data
 
 
-def form_of(tensors: Sequence[ReaderTensor]) -> Form | None:
-    """The form of tensors of one type of blocks that kernels support."""
+def kind_of(tensors: Sequence[ReaderTensor]) -> str | None:
+    """The one type of blocks of tensors, if kernels support it."""
     kinds = {tensor.tensor_type.name for tensor in tensors}
-    return GGUF_BLOCKS.get(kinds.pop()) if len(kinds) == 1 else None
+    kind = kinds.pop()
+    return None if kinds or kind not in GGUF_BLOCKS else kind
 
 
 def do_fit(tensors: Sequence[ReaderTensor], shape: Sequence[int], *, are_transposed: bool) -> bool:
@@ -159,7 +160,7 @@ def do_fit(tensors: Sequence[ReaderTensor], shape: Sequence[int], *, are_transpo
     return all([int(extent) for extent in tensor.shape] == wanted for tensor in tensors)
 
 
-def _coded(where: str, form: Form, data: Array, first: int) -> Coded:
+def _coded(form: Form, where: str, data: Array, first: int) -> Coded:
     """Rows from bytes `[..., bytes of a row]`. ModelError for a scale that is not finite.
 
     `first`: the place of the first row in the weight `where`, for errors.
@@ -174,12 +175,7 @@ def _coded(where: str, form: Form, data: Array, first: int) -> Coded:
     else:
         scales = given.view("<f2")[..., 0].astype(np.float32)
         is_bad = ~np.isfinite(scales)
-    if is_bad.any():
-        at = tuple(int(each) for each in np.argwhere(is_bad)[0])
-        got = f"{'exponent ' if form.codes == E2M1 else ''}{scales[at]:g}"
-        raise ModelError(
-            f"{where}[{first + at[0]}]: block {at[-1]}: expected a finite scale, got {got}"
-        )
+    require_finite(where, scales, is_bad, first, "exponent " if form.codes == E2M1 else "")
     numbers = blocks[..., scale_bytes:]
     if form.bits == 8:
         numbers = np.ascontiguousarray(numbers).view(np.int8)

@@ -1,0 +1,126 @@
+"""GGUF: blocks with scales and minima (Q4_1, Q4_K) are kept with offsets in eighths."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+
+import kvgraph
+from kvgraph.compiler.quantized.gguf_minima import MINIMA
+from kvgraph.errors import ModelError
+from kvgraph.ops.packed import EIGHTHS, LEVELS
+from tests.compiler.test_gguf import WIDE
+from tests.compiler.test_stored_weights import nodes, weights_of
+from tests.support import gguf_files
+from tests.support.models import make_model
+
+Array = np.ndarray[Any, Any]
+
+KINDS = ["Q4_1", "Q4_K"]
+
+
+def blocks(kind: str, groups: int, seed: int = 0) -> Array:
+    """A row of random numbers, as a quantiser writes it."""
+    random = np.random.default_rng(seed)
+    if kind == "Q4_1":
+        values = random.standard_normal((1, groups * 32)).astype(np.float32)
+        return np.asarray(gguf.quantize(values, gguf.GGMLQuantizationType.Q4_1))
+    made = random.integers(0, 256, (1, groups // 8, 144)).astype(np.uint8)
+    made[..., 4:8] = 32 + made[..., 4:8] % 32  # scales, and minima of 0 to 15 scales
+    made[..., 8:12] = made[..., 8:12] % 64
+    made[..., 12:16] = made[..., 12:16] // 16 * 16 + 12
+    units = np.array([0.01, 0.05], "<f2").view(np.uint8)
+    made[..., :4] = units
+    return made.reshape(1, -1)
+
+
+def exact(kind: str, data: Array) -> Array:
+    return gguf.dequantize(data, gguf.GGMLQuantizationType[kind]).reshape(-1, 32)
+
+
+def kept(kind: str, data: Array) -> tuple[Array, Array]:
+    """Numbers `[groups, 32]` and scales."""
+    coded = MINIMA[kind]("w", data, 0)
+    assert coded.offsets is not None
+    numbers = LEVELS[EIGHTHS][coded.numbers.numpy()].reshape(-1, 32)
+    scales, offsets = (each.numpy().reshape(-1, 1) for each in (coded.scales, coded.offsets))
+    return (numbers + offsets.astype(np.float32) / 8) * scales, scales
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_minimum_is_rounded_to_an_eighth_of_the_scale(kind: str) -> None:
+    data = blocks(kind, 64)
+    found, scales = kept(kind, data)
+    expected = exact(kind, data)
+    assert (np.abs(found - expected) <= 1.001 * np.abs(scales) / 16).all()
+    own = np.sort(np.unique(np.round(np.diff(np.sort(expected, -1)) / scales, 3)))
+    assert np.array_equal(own, np.round(own)), "they are whole multiples of the scale apart"
+
+
+ODD: dict[str, tuple[float, float]] = {
+    "far below zero": (0.01, 2.0),
+    "far above zero": (0.01, -2.0),
+    "all equal": (0.0, 0.7),
+    "zeros": (0.0, 0.0),
+    "a scale below zero": (-0.02, 0.1),
+}
+"""Scale and minimum of a group."""
+
+
+@pytest.mark.parametrize("case", ODD)
+def test_groups_whose_offset_does_not_fit_a_byte_are_rounded(case: str) -> None:
+    scale, minimum = ODD[case]
+    data = blocks("Q4_1", 2)
+    data[:, :4] = np.array([scale, -minimum], "<f2").view(np.uint8)
+    (found, other), _ = kept("Q4_1", data)
+    expected, same = exact("Q4_1", data)
+    reach = max(expected.max(), 0) - min(expected.min(), 0)
+    assert np.abs(found - expected).max() <= 0.57 / 15 * reach + 1e-7
+    assert np.abs(other - same).max() <= np.ptp(same) / 15 / 15
+
+
+@pytest.mark.parametrize("at", [0, 1])
+@pytest.mark.parametrize("kind", KINDS)
+def test_units_that_are_not_finite_are_refused(kind: str, at: int) -> None:
+    data = blocks(kind, 64)
+    size = {"Q4_1": 20, "Q4_K": 144}[kind]
+    data.reshape(-1, size)[1].view("<f2")[at] = np.inf
+    said = r"w\[3\]: block 1: expected a finite scale, got inf"
+    with pytest.raises(ModelError, match=said):
+        MINIMA[kind]("w", data, 3)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_file_runs_as_it_is_stored(kind: str, tmp_path: Path) -> None:
+    """Every linear layer has the file's numbers; nothing is rounded to int4. Compile's own check
+    runs it."""
+    folder = make_model("llama", tmp_path / "model", num_hidden_layers=1, **WIDE)
+    path = gguf_files.make(folder, tmp_path / "model.gguf", kind)
+    manifest = kvgraph.compile(path, tmp_path / "a", page_size=16)
+    assert manifest.weights == "stored"
+    assert not any("rounded" in note for note in manifest.notes)
+    found = [node for node in nodes(tmp_path / "a") if node[1]["codes"] == EIGHTHS]
+    tensors = {
+        tensor.name: gguf.dequantize(tensor.data, tensor.tensor_type)
+        for tensor in gguf.GGUFReader(path).tensors
+        if tensor.tensor_type.name == kind and tensor.name != "token_embd.weight"
+    }
+    rows = sum(len(each) for each in tensors.values())
+    assert sum(len(weights_of(node)) for node in found) >= rows
+    down = tensors["blk.0.ffn_down.weight"]
+    same = [weights_of(node) for node in found if weights_of(node).shape == down.shape]
+    errors = [np.sqrt(np.square(each - down).mean() / np.square(down).mean()) for each in same]
+    assert min(errors) < 0.03
+
+
+def test_gpus_have_no_kernel_for_it(tmp_path: Path) -> None:
+    folder = make_model("llama", tmp_path / "model", num_hidden_layers=1, **WIDE)
+    path = gguf_files.make(folder, tmp_path / "model.gguf", "Q4_1")
+    manifest = kvgraph.compile(
+        path, tmp_path / "a", target="cuda:sm_80", dtype="float16", page_size=16
+    )
+    assert any("are rounded to int4" in note for note in manifest.notes)
