@@ -17,7 +17,7 @@ from kvgraph.ops.launch_names import ROLES, SCRATCH, VALUES
 from kvgraph.ops.spec import OPSET_DOMAIN, OPSET_VERSION, OTHER_WEIGHT, Operand, OpSpec
 from kvgraph.ops.specs import ABI_VERSION, ALL_SPECS, DTYPE_CODES, SPECS
 
-CODES = ("INTEGERS", "E2M1", "E4M3", "INT8", "NVFP4", "EIGHTHS")
+CODES = ("INTEGERS", "E2M1", "E4M3", "INT8", "NVFP4", "EIGHTHS", "IQ4_NL")
 ACTIVATIONS = ("SILU", "GELU", "GELU_TANH")
 """Values of attributes, by their names in packed.py."""
 

@@ -20,10 +20,21 @@ from kvgraph.contract.dims import Array, ceildiv
 from kvgraph.contract.dtypes import DTYPES, PACKED_FLOAT8
 from kvgraph.ops import spec
 from kvgraph.ops._store_kv import quantize
-from kvgraph.ops.packed import E2M1, E4M3, EIGHTHS, INT8, INTEGERS, LEVELS, NVFP4, Form, powers
+from kvgraph.ops.packed import (
+    E2M1,
+    E4M3,
+    EIGHTHS,
+    INT8,
+    INTEGERS,
+    IQ4_NL,
+    LEVELS,
+    NVFP4,
+    Form,
+    powers,
+)
 from kvgraph.ops.packed_rules import form_of, known_codes
 
-UNKNOWN = (NVFP4, EIGHTHS)
+UNKNOWN = (NVFP4, EIGHTHS, IQ4_NL)
 """Codes that no kernel supports."""
 
 GROUP = 128
@@ -46,8 +57,8 @@ def of_kernels(form: Form, in_features: int = 0) -> Form:
 
 
 def takes(form: Form) -> bool:
-    """Whether kernels can read weights of this form; none supports scales of groups of 16, or
-    fractions in offsets."""
+    """Whether kernels can read weights of this form; none supports scales of groups of 16,
+    fractions in offsets, or GGUF's own levels."""
     return form.codes not in UNKNOWN
 
 

@@ -42,13 +42,17 @@ PER_LINE = {32: 1, 16: 2, 8: 4, 4: 8}
 NVFP4_GROUP, MXFP4_GROUP = 16, 32
 """Inputs under one scale of NVFP4, and of MXFP4."""
 
-INTEGERS, E2M1, E4M3, INT8, NVFP4, EIGHTHS = range(6)
+INTEGERS, E2M1, E4M3, INT8, NVFP4, EIGHTHS, IQ4_NL = range(7)
 """Codes of groups: integers -8 to 7; FP4 (E2M1, OCP Microscaling Formats 1.0); FP8 (E4M3 without
 infinities, OCP 8-bit Floating Point); integers -128 to 127; FP4 with scales in FP8 and a factor per
 column (NVIDIA's NVFP4); integers -8 to 7 with offsets in eighths, which stand for the minimum of a
-group that is not a multiple of its scale (GGUF's Q4_K and Q4_1)."""
+group that is not a multiple of its scale (GGUF's Q4_K and Q4_1); the 16 levels of GGUF's IQ4_NL
+(kvalues_iq4nl in ggml-common.h)."""
 
-CODE_BITS = {INTEGERS: 4, E2M1: 4, E4M3: 8, INT8: 8, NVFP4: 4, EIGHTHS: 4}
+CODE_BITS = {INTEGERS: 4, E2M1: 4, E4M3: 8, INT8: 8, NVFP4: 4, EIGHTHS: 4, IQ4_NL: 4}
+
+WITHOUT_BYTES = (INTEGERS, IQ4_NL)
+"""Codes of 4 bits whose groups need no bytes; only those of INTEGERS may have some."""
 
 OFFSET_UNIT = {EIGHTHS: 1 / 8}
 """Unit of the offsets of groups, if it is not 1."""
@@ -75,6 +79,9 @@ LEVELS = {
     INT8: np.array([*range(128), *range(-128, 0)], np.float32),
     NVFP4: _floats(2, 1),
     EIGHTHS: np.array([*range(8), *range(-8, 0)], np.float32),
+    IQ4_NL: np.array(
+        [-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], np.float32
+    ),
 }
 """Number of each code, by kind of codes. The largest code of E4M3 is a NaN and is never stored."""
 

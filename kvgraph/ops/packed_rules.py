@@ -11,11 +11,13 @@ from kvgraph.ops.packed import (
     COLUMNS,
     E2M1,
     INTEGERS,
+    IQ4_NL,
     LINE_BYTES,
     MOST_INPUTS,
     MOST_SUMMED,
     PER_LINE,
     SILU,
+    WITHOUT_BYTES,
     Form,
     least_group,
     num_groups,
@@ -164,7 +166,7 @@ def rules(
             names=(num_scales, in_features, group, codes),
         ),
         spec.Rule(group_bytes, _missing_bytes, names=(group_bytes, *form)),
-        spec.Rule(group_bytes, _unwanted_bytes, names=(group_bytes, bits), got="some"),
+        spec.Rule(group_bytes, _unwanted_bytes, names=(group_bytes, *form), got="some"),
         spec.Rule(
             f"{group_bytes}: dim {groups}", _groups_fault, names=(groups, in_features, group)
         ),
@@ -209,12 +211,13 @@ def _scales_fault(found: int, in_features: int, group: int, codes: int) -> bool 
 
 
 def _missing_bytes(group_bytes: str | None, bits: int, group: int, codes: int) -> bool | str:
-    needed = bits == 4 and not (group and codes == INTEGERS)
+    needed = bits == 4 and not (group and codes in WITHOUT_BYTES)
     return group_bytes is None and needed and f"some for {bits} bits"
 
 
-def _unwanted_bytes(group_bytes: str | None, bits: int) -> bool | str:
-    return group_bytes is not None and bits != 4 and f"none for {bits} bits"
+def _unwanted_bytes(group_bytes: str | None, bits: int, group: int, codes: int) -> bool | str:
+    unwanted = bits != 4 or (group > 0 and codes == IQ4_NL)
+    return group_bytes is not None and unwanted and f"none for {bits} bits"
 
 
 def _groups_fault(groups: int, in_features: int, group: int) -> bool | str:

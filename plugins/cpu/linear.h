@@ -39,7 +39,8 @@ constexpr int64_t kSilu = KVG_ACTIVATION_SILU, kGelu = KVG_ACTIVATION_GELU,
                   kGeluTanh = KVG_ACTIVATION_GELU_TANH;
 // Codes of groups, and their bits.
 constexpr int64_t kIntegers = KVG_CODES_INTEGERS, kE2m1 = KVG_CODES_E2M1, kE4m3 = KVG_CODES_E4M3,
-                  kInt8 = KVG_CODES_INT8, kNvfp4 = KVG_CODES_NVFP4, kEighths = KVG_CODES_EIGHTHS;
+                  kInt8 = KVG_CODES_INT8, kNvfp4 = KVG_CODES_NVFP4, kEighths = KVG_CODES_EIGHTHS,
+                  kIq4 = KVG_CODES_IQ4_NL;
 constexpr int64_t code_bits(int64_t codes) { return codes == kE4m3 || codes == kInt8 ? 8 : 4; }
 // The size of a group is a multiple of this.
 constexpr int64_t least_group(int64_t codes) { return codes == kNvfp4 ? 16 : kGroup; }

@@ -33,7 +33,12 @@ constexpr int64_t line_inputs(int64_t codes) { return 32 / code_bits(codes); }
 constexpr float kFp4[16] = {0.0f,  0.5f,  1.0f,  1.5f,  2.0f,  3.0f,  4.0f,  6.0f,
                             -0.0f, -0.5f, -1.0f, -1.5f, -2.0f, -3.0f, -4.0f, -6.0f};
 
+// Levels of GGUF's IQ4_NL: kvalues_iq4nl in ggml-common.h.
+constexpr float kIq4Levels[16] = {-127, -104, -83, -65, -49, -35, -22, -10,
+                                  1,    13,   25,  38,  53,  69,  89,  113};
+
 constexpr float number(int64_t codes, int nibble) {
+  if (codes == kIq4) return kIq4Levels[nibble];
   if (codes == kE2m1 || codes == kNvfp4) return kFp4[nibble];
   return static_cast<float>(nibble < 8 ? nibble : nibble - 16);
 }
@@ -136,11 +141,21 @@ struct Numbers {
     if (Codes == kIntegers) return __builtin_convertvector(as<Index>(on_top) >> 28, Vector);
     const Words index = on_top >> 28 & 7u;
 #if defined(__AVX2__)
+    if (Codes == kIq4) {  // a permutation knows the lower three bits
+      const auto at = as<__m256i>(on_top >> 28);
+      const __m256 low = _mm256_permutevar8x32_ps(_mm256_loadu_ps(kIq4Levels), at);
+      const __m256 high = _mm256_permutevar8x32_ps(_mm256_loadu_ps(kIq4Levels + 8), at);
+      return as<Vector>(_mm256_blendv_ps(low, high, as<__m256>(on_top)));
+    }
     const Vector size = as<Vector>(
         _mm256_permutevar8x32_ps(_mm256_loadu_ps(kFp4), as<__m256i>(index)));
 #else
     Vector size;
     for (int lane = 0; lane < kLanes; ++lane) size[lane] = kFp4[index[lane]];
+    if (Codes == kIq4) {
+      for (int lane = 0; lane < kLanes; ++lane) size[lane] = kIq4Levels[on_top[lane] >> 28];
+      return size;
+    }
 #endif
     return as<Vector>(as<Words>(size) | (on_top & 0x80000000u));
   }
@@ -364,6 +379,7 @@ void by_codes(const Linear& job, Body&& body) {
   if (job.codes == kInt8) return body(Constant<kInt8>{}, false_type{});
   if (job.codes == kNvfp4) return body(Constant<kNvfp4>{}, false_type{});
   if (job.codes == kE2m1) return body(Constant<kE2m1>{}, false_type{});
+  if (job.codes == kIq4) return body(Constant<kIq4>{}, false_type{});
   if (job.offsets) return body(Constant<kIntegers>{}, std::true_type{});
   body(Constant<kIntegers>{}, false_type{});
 }

@@ -42,7 +42,7 @@ bool has_scales(const Form& form) { return form.bits < 16 && form.codes != kE2m1
 
 bool has_code(const Form& form) {
   if (!form.group) return form.codes == kIntegers;
-  return form.codes >= kIntegers && form.codes <= kEighths && code_bits(form.codes) == form.bits;
+  return form.codes >= kIntegers && form.codes <= kIq4 && code_bits(form.codes) == form.bits;
 }
 
 void check_form(const kvg_op& op, const Form& form) {
@@ -60,7 +60,7 @@ void check_form(const kvg_op& op, const Form& form) {
            ll{form.group});
   if (!has_code(form))
     refuse("%s: %scodes: expected %s for %lld bits%s, got %lld", op.name, form.stem,
-           !form.group ? "0" : form.bits == 8 ? "2 or 3" : "0, 1, 4 or 5", ll{form.bits},
+           !form.group ? "0" : form.bits == 8 ? "2 or 3" : "0, 1, 4, 5 or 6", ll{form.bits},
            form.group ? "" : " without groups", ll{form.codes});
 }
 
@@ -82,7 +82,8 @@ void check_packed(const Given& weight, const Given& scales, const Given& group_b
   require_given(scales, has_scales(form), bits);
   if (scales.given()) require_extent(scales, 1, job.scale_count());
   const bool may_lack = form.group && form.bits == 4 && form.codes == kIntegers;
-  if (!may_lack) require_given(group_bytes, bits == 4, bits);
+  const bool has_levels = form.group && form.codes == kIq4;
+  if (!may_lack) require_given(group_bytes, bits == 4 && !has_levels, bits);
   if (!group_bytes.given()) return;
   require_extent(group_bytes, 1, job.group_count());
   require_extent(group_bytes, 0, form.group ? kColumns : kColumns / 2);

@@ -13,7 +13,18 @@ from kvgraph.compiler.packed_weights import Packed, StoredRows, shapes
 from kvgraph.ops import EXPERTS, LINEAR, native
 from kvgraph.ops._experts import experts
 from kvgraph.ops._linear import linear
-from kvgraph.ops.packed import E2M1, E4M3, EIGHTHS, INT8, INTEGERS, LEVELS, NVFP4, Form, decode
+from kvgraph.ops.packed import (
+    E2M1,
+    E4M3,
+    EIGHTHS,
+    INT8,
+    INTEGERS,
+    IQ4_NL,
+    LEVELS,
+    NVFP4,
+    Form,
+    decode,
+)
 from tests.support.isa import forced_isa
 from tests.support.linears import refusals, require_equal_rows
 from tests.support.packed import keep
@@ -32,6 +43,7 @@ FORMS = {
     "MXFP4": Form(4, 32, E2M1),
     "NVFP4": Form(4, 16, NVFP4),
     "Q4_K": Form(4, 32, EIGHTHS, True),
+    "IQ4_NL": Form(4, 32, IQ4_NL),
     "FP8": Form(8, 128, E4M3),
     "FP8 rows": Form(8, 288, E4M3),
     "int8": Form(8, 32, INT8),
@@ -129,7 +141,7 @@ def test_is_the_reference(isa: str, name: str) -> None:
                     np.testing.assert_allclose(expected, exact, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", ["AWQ", "MXFP4", "NVFP4", "Q4_K", "FP8", "int8"])
+@pytest.mark.parametrize("name", ["AWQ", "MXFP4", "NVFP4", "Q4_K", "IQ4_NL", "FP8", "int8"])
 @pytest.mark.parametrize("isa", ISAS)
 def test_a_row_is_the_same_bits_at_every_height_and_thread_count(isa: str, name: str) -> None:
     given, attributes, _ = call_of(name, (41,), 384, 40)
@@ -139,7 +151,7 @@ def test_a_row_is_the_same_bits_at_every_height_and_thread_count(isa: str, name:
 @pytest.mark.parametrize(
     ("name", "of_down"),
     [
-        *((name, name) for name in ("AWQ", "MXFP4", "NVFP4", "Q4_K", "FP8", "int8")),
+        *((name, name) for name in ("AWQ", "MXFP4", "NVFP4", "Q4_K", "IQ4_NL", "FP8", "int8")),
         ("AWQ", "int8"),
         ("FP8", "MXFP4"),
         ("NVFP4", "FP8"),
@@ -177,7 +189,7 @@ def test_experts(isa: str, name: str, of_down: str) -> None:
 
 
 def test_a_row_with_a_nan_is_nan_and_others_are_not() -> None:
-    for name in ("AWQ", "GPTQ", "MXFP4", "NVFP4", "Q4_K", "FP8"):
+    for name in ("AWQ", "GPTQ", "MXFP4", "NVFP4", "Q4_K", "IQ4_NL", "FP8"):
         given, attributes, _ = call_of(name, (16,), 128, 12)
         x = given[0]
         assert x is not None
@@ -197,7 +209,7 @@ REFUSED: dict[str, tuple[str, dict[str, float], dict[int, Any], str]] = {
         {},
         "linear: group: expected 0 for 16 bits, got 128",
     ),
-    "codes": ("AWQ", {"codes": 2}, {}, "linear: codes: expected 0, 1, 4 or 5 for 4 bits, got 2"),
+    "codes": ("AWQ", {"codes": 2}, {}, "linear: codes: expected 0, 1, 4, 5 or 6 for 4 bits, got 2"),
     "codes without groups": (
         "MXFP4",
         {"group": 0},
@@ -263,6 +275,12 @@ REFUSED: dict[str, tuple[str, dict[str, float], dict[int, Any], str]] = {
         {},
         {2: np.zeros((1, 8, 16), np.float32)},
         "linear: scales: dim num_scales: expected 1, got 8",
+    ),
+    "bytes of levels": (
+        "IQ4_NL",
+        {},
+        {3: np.zeros((1, 4, 16), np.int8)},
+        "linear: group_bytes: expected none for 4 bits, got some",
     ),
     "no eighths": (
         "Q4_K",

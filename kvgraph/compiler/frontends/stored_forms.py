@@ -15,6 +15,7 @@ from kvgraph.ops.packed import (
     EIGHTHS,
     GROUP,
     INT8,
+    IQ4_NL,
     MXFP4_GROUP,
     NVFP4,
     NVFP4_GROUP,
@@ -27,6 +28,8 @@ GGUF_BLOCKS = {
     "MXFP4": Form(4, MXFP4_GROUP, E2M1),
     "Q4_1": Form(4, 32, EIGHTHS, has_offsets=True),
     "Q4_K": Form(4, 32, EIGHTHS, has_offsets=True),
+    "IQ4_NL": Form(4, 32, IQ4_NL),
+    "IQ4_XS": Form(4, 32, IQ4_NL),
 }
 """Types of GGUF blocks that can be kept -> form."""
 

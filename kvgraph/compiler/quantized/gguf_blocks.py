@@ -1,32 +1,24 @@
 """GGUF: weights that are made of tensors' rows, so that rows are decoded only when they are read.
 
-Kernels support some types of blocks as they are stored. A block of 32 numbers of one row is a
-float16 scale and 32 int8 (Q8_0), or such a scale and 16 bytes (Q4_0), or an exponent and 16 bytes
-(MXFP4). Bytes have two numbers: the first 16 numbers of a block are in the low bits, the last 16 in
-the high bits. Blocks with minima too (Q4_1, Q4_K) are decoded in gguf_minima.py.
+Kernels support some types of blocks as they are stored; gguf_coded.py reads these.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from kvgraph.compiler.frontends.stored_forms import GGUF_BLOCKS
-from kvgraph.compiler.quantized.gguf_minima import MINIMA, require_finite
-from kvgraph.compiler.values import Coded, CodedRows, Rows, Values
+from kvgraph.compiler.quantized.gguf_coded import CODED
+from kvgraph.compiler.values import CodedRows, Rows, Values
 from kvgraph.contract.dims import Array
 from kvgraph.ops.packed import E2M1, Form
 
 if TYPE_CHECKING:
     from gguf import ReaderTensor
-
-NO_EXPONENT = 255
-"""The exponent of MXFP4 that is a NaN."""
-
 
 Read = Callable[["ReaderTensor", slice | Array], Array]
 """`read(tensor, rows)`: some rows of a tensor, as bytes or as numbers."""
@@ -97,7 +89,7 @@ class Blocks(Decoded):
         form = GGUF_BLOCKS[kind]
         own = 8 if form.codes == E2M1 else bits  # 4 bits would round floats again
         super().__init__(where, shape, own, data, is_transposed=is_transposed)
-        self._form, self._coded = form, MINIMA.get(kind, partial(_coded, form))
+        self._form, self._coded = form, CODED[kind]
 
     @property
     def form(self) -> Form | None:
@@ -158,30 +150,3 @@ def do_fit(tensors: Sequence[ReaderTensor], shape: Sequence[int], *, are_transpo
         outputs, inputs = inputs, outputs
     wanted = [inputs, outputs // len(tensors), *experts]
     return all([int(extent) for extent in tensor.shape] == wanted for tensor in tensors)
-
-
-def _coded(form: Form, where: str, data: Array, first: int) -> Coded:
-    """Rows from bytes `[..., bytes of a row]`. ModelError for a scale that is not finite.
-
-    `first`: the place of the first row in the weight `where`, for errors.
-    """
-    scale_bytes = 1 if form.codes == E2M1 else 2
-    number_bytes = form.group * form.bits // 8
-    blocks = data.reshape(*data.shape[:-1], -1, scale_bytes + number_bytes)
-    given = np.ascontiguousarray(blocks[..., :scale_bytes])
-    if form.codes == E2M1:
-        scales = given[..., 0]
-        is_bad = scales == NO_EXPONENT
-    else:
-        scales = given.view("<f2")[..., 0].astype(np.float32)
-        is_bad = ~np.isfinite(scales)
-    require_finite(where, scales, is_bad, first, "exponent " if form.codes == E2M1 else "")
-    numbers = blocks[..., scale_bytes:]
-    if form.bits == 8:
-        numbers = np.ascontiguousarray(numbers).view(np.int8)
-    else:
-        numbers = np.concatenate([numbers & 15, numbers >> 4], -1)
-        if form.codes != E2M1:
-            numbers ^= 8
-    found = torch.from_numpy(numbers.reshape(*data.shape[:-1], -1))
-    return Coded(found, torch.from_numpy(scales))

@@ -99,6 +99,7 @@ KVG_EXPORT int32_t kvg_cpu_route(const kvg_call* call, char* message, size_t mes
 //   KVG_CODES_INT8      8 bits  -128 to 127 * scales [panels, G, 16]; no group_bytes
 //   KVG_CODES_NVFP4     4 bits  E2M1 * E4M3 of group_bytes [panels, G, 16] * scales [panels, 1, 16]
 //   KVG_CODES_EIGHTHS   4 bits  (-8 to 7 + group_bytes [panels, G, 16] / 8) * scales [panels, G, 16]
+//   KVG_CODES_IQ4_NL    4 bits  one of IQ4_NL's 16 levels * scales [panels, G, 16]; no group_bytes
 //
 // An output of linear begins with a panel. With silu_mul, and in `up` of experts, panel 2 p has the
 // gate's columns 16 p and on, and panel 2 p + 1 the same columns of what the gate lets through.

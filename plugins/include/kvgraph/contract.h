@@ -47,7 +47,7 @@ enum {
 // Attribute `codes` of linear and experts: what weights in groups are stored as.
 enum {
   KVG_CODES_INTEGERS = 0, KVG_CODES_E2M1 = 1, KVG_CODES_E4M3 = 2, KVG_CODES_INT8 = 3,
-  KVG_CODES_NVFP4 = 4, KVG_CODES_EIGHTHS = 5
+  KVG_CODES_NVFP4 = 4, KVG_CODES_EIGHTHS = 5, KVG_CODES_IQ4_NL = 6
 };
 // Attribute `activation` of experts.
 enum {

@@ -1,4 +1,4 @@
-"""GGUF: blocks with scales and minima (Q4_1, Q4_K) are kept with offsets in eighths."""
+"""GGUF: blocks that are kept as they are stored, against what the gguf package reads."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 import kvgraph
-from kvgraph.compiler.quantized.gguf_minima import MINIMA
+from kvgraph.compiler.frontends.stored_forms import GGUF_BLOCKS
+from kvgraph.compiler.quantized.gguf_coded import CODED
 from kvgraph.errors import ModelError
 from kvgraph.ops.packed import EIGHTHS, LEVELS
 from tests.compiler.test_gguf import WIDE
@@ -21,6 +22,9 @@ from tests.support.models import make_model
 Array = np.ndarray[Any, Any]
 
 KINDS = ["Q4_1", "Q4_K"]
+"""Types with minima."""
+SIZES = {"Q4_0": 18, "Q8_0": 34, "MXFP4": 17, "IQ4_NL": 18, "IQ4_XS": 136, "Q4_1": 20, "Q4_K": 144}
+"""Bytes of a block."""
 
 
 def blocks(kind: str, groups: int, seed: int = 0) -> Array:
@@ -44,7 +48,7 @@ def exact(kind: str, data: Array) -> Array:
 
 def kept(kind: str, data: Array) -> tuple[Array, Array]:
     """Numbers `[groups, 32]` and scales."""
-    coded = MINIMA[kind]("w", data, 0)
+    coded = CODED[kind]("w", data, 0)
     assert coded.offsets is not None
     numbers = LEVELS[EIGHTHS][coded.numbers.numpy()].reshape(-1, 32)
     scales, offsets = (each.numpy().reshape(-1, 1) for each in (coded.scales, coded.offsets))
@@ -59,6 +63,28 @@ def test_a_minimum_is_rounded_to_an_eighth_of_the_scale(kind: str) -> None:
     assert (np.abs(found - expected) <= 1.001 * np.abs(scales) / 16).all()
     own = np.sort(np.unique(np.round(np.diff(np.sort(expected, -1)) / scales, 3)))
     assert np.array_equal(own, np.round(own)), "they are whole multiples of the scale apart"
+
+
+@pytest.mark.parametrize("kind", [kind for kind in SIZES if kind not in KINDS])
+def test_other_numbers_are_kept(kind: str) -> None:
+    """Of several rows, with every byte in them."""
+    random = np.random.default_rng(1)
+    data = random.integers(0, 256, (2, 3, 40, SIZES[kind])).astype(np.uint8)
+    if kind == "MXFP4":
+        data[..., 0] = random.integers(100, 140, data.shape[:-1])
+    else:
+        data[..., :2] = np.array([0.01], "<f2").view(np.uint8)
+    rows = data.reshape(2, 3, -1)
+    coded = CODED[kind]("w", rows, 0)
+    form = GGUF_BLOCKS[kind]
+    numbers = coded.numbers.numpy()
+    scales = coded.scales.numpy()
+    if kind == "MXFP4":
+        scales = np.ldexp(1.0, scales.astype(np.int64) - 127)
+    levels = numbers if form.bits == 8 else LEVELS[form.codes][numbers]
+    found = levels.astype(np.float32) * scales.repeat(form.group, -1).astype(np.float32)
+    expected = gguf.dequantize(rows, gguf.GGMLQuantizationType[kind])
+    assert np.array_equal(found, expected)
 
 
 ODD: dict[str, tuple[float, float]] = {
@@ -87,14 +113,13 @@ def test_groups_whose_offset_does_not_fit_a_byte_are_rounded(case: str) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_units_that_are_not_finite_are_refused(kind: str, at: int) -> None:
     data = blocks(kind, 64)
-    size = {"Q4_1": 20, "Q4_K": 144}[kind]
-    data.reshape(-1, size)[1].view("<f2")[at] = np.inf
+    data.reshape(-1, SIZES[kind])[1].view("<f2")[at] = np.inf
     said = r"w\[3\]: block 1: expected a finite scale, got inf"
     with pytest.raises(ModelError, match=said):
-        MINIMA[kind]("w", data, 3)
+        CODED[kind]("w", data, 3)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, "IQ4_NL", "IQ4_XS"])
 def test_a_file_runs_as_it_is_stored(kind: str, tmp_path: Path) -> None:
     """Every linear layer has the file's numbers; nothing is rounded to int4. Compile's own check
     runs it."""
@@ -103,7 +128,7 @@ def test_a_file_runs_as_it_is_stored(kind: str, tmp_path: Path) -> None:
     manifest = kvgraph.compile(path, tmp_path / "a", page_size=16)
     assert manifest.weights == "stored"
     assert not any("rounded" in note for note in manifest.notes)
-    found = [node for node in nodes(tmp_path / "a") if node[1]["codes"] == EIGHTHS]
+    found = [node for node in nodes(tmp_path / "a") if node[1]["codes"] == GGUF_BLOCKS[kind].codes]
     tensors = {
         tensor.name: gguf.dequantize(tensor.data, tensor.tensor_type)
         for tensor in gguf.GGUFReader(path).tensors
@@ -114,12 +139,13 @@ def test_a_file_runs_as_it_is_stored(kind: str, tmp_path: Path) -> None:
     down = tensors["blk.0.ffn_down.weight"]
     same = [weights_of(node) for node in found if weights_of(node).shape == down.shape]
     errors = [np.sqrt(np.square(each - down).mean() / np.square(down).mean()) for each in same]
-    assert min(errors) < 0.03
+    assert min(errors) < (0.03 if kind in KINDS else 1e-6)
 
 
-def test_gpus_have_no_kernel_for_it(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["Q4_1", "IQ4_NL"])
+def test_gpus_have_no_kernel_for_it(kind: str, tmp_path: Path) -> None:
     folder = make_model("llama", tmp_path / "model", num_hidden_layers=1, **WIDE)
-    path = gguf_files.make(folder, tmp_path / "model.gguf", "Q4_1")
+    path = gguf_files.make(folder, tmp_path / "model.gguf", kind)
     manifest = kvgraph.compile(
         path, tmp_path / "a", target="cuda:sm_80", dtype="float16", page_size=16
     )
