@@ -26,7 +26,7 @@ from kvgraph.kernels.matrix_tiles import (
 from kvgraph.kernels.shapes import power_of_two
 from kvgraph.kernels.variants import Constant, Variant
 from kvgraph.ops.matrices import stored_dtype
-from kvgraph.ops.packed import INTEGERS, SILU, Form
+from kvgraph.ops.packed import SILU, WITH_OFFSETS, Form
 from kvgraph.ops.packed_rules import form_of
 
 MOST_EXPERTS = 1024
@@ -93,7 +93,7 @@ def _form(
 ) -> Form:
     """The form of the weight with this stem."""
     bits, group, codes = (int(attributes[name]) for name in form_of(stem))
-    return Form(bits, group, codes, f"{stem}group_bytes" in shapes and codes == INTEGERS)
+    return Form(bits, group, codes, f"{stem}group_bytes" in shapes and codes in WITH_OFFSETS)
 
 
 def experts_variants(shape: ExpertsShape, arch: str) -> tuple[Variant, ...]:

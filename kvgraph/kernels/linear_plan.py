@@ -27,7 +27,7 @@ from kvgraph.kernels.matrix_tiles import (
 from kvgraph.kernels.shapes import MULTIPROCESSORS, power_of_two
 from kvgraph.kernels.variants import ALIGNMENT, Constant, Variant, absent_of
 from kvgraph.ops.matrices import stored_dtype
-from kvgraph.ops.packed import E4M3, INTEGERS, Form
+from kvgraph.ops.packed import E4M3, INTEGERS, WITH_OFFSETS, Form
 
 SPLIT_SUFFIX = "_split"
 PROGRAMS = 2.1
@@ -85,7 +85,7 @@ class LinearShape:
             bias="bias" in shapes,
             group=int(attributes["group"]),
             codes=int(attributes["codes"]),
-            offsets="group_bytes" in shapes and attributes["codes"] == INTEGERS,
+            offsets="group_bytes" in shapes and attributes["codes"] in WITH_OFFSETS,
             rounds=bool(attributes["x_bits"]),
         )
 

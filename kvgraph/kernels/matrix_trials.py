@@ -30,7 +30,7 @@ from kvgraph.kernels.trials import Trial
 from kvgraph.kernels.variants import EXPERTS_UP, PLACE_TILES, Variant
 from kvgraph.ops import FUSED_EXPERTS, QUANTIZED_LINEAR, matrices, packed
 from kvgraph.ops._linear import OUT_FEATURES
-from kvgraph.ops.packed import E2M1, E4M3, INT8, INTEGERS, Form
+from kvgraph.ops.packed import E2M1, E4M3, EIGHTHS, INT8, WITH_OFFSETS, Form
 
 WIDTHS = ("OUT", "OUT_1", "OUT_2")
 SIZES = ("IN", "INNER", "BLOCK_M")
@@ -47,7 +47,7 @@ library's product."""
 FEW = 3
 """Rows of a trial without a product."""
 
-LARGEST = {E2M1: 6.0, E4M3: 448.0, INT8: 128.0}
+LARGEST = {E2M1: 6.0, E4M3: 448.0, INT8: 128.0, EIGHTHS: 8.0}
 
 SPARE = 2
 """Experts of a trial beyond the number that one row chooses."""
@@ -96,7 +96,7 @@ def _form(variant: Variant, group_bytes: str) -> Form:
 
 
 def _has_offsets(variant: Variant, operand: str) -> bool:
-    return operand not in variant.absent and variant.constants["CODES"] == INTEGERS
+    return operand not in variant.absent and variant.constants["CODES"] in WITH_OFFSETS
 
 
 def experts_trial(shape: ExpertsShape, arch: str, name: str, rows: int = 0) -> Trial:
@@ -261,7 +261,8 @@ def _weight(
     elif form.bits:
         found[f"{prefix}scales"] = (rng.uniform(0.5, 2.0, groups) * scale).astype(np.float32)
     if form.has_offsets:
-        found[f"{prefix}group_bytes"] = rng.integers(-8, 9, groups).astype(np.int8)
+        most = 127 if form.codes == EIGHTHS else 8
+        found[f"{prefix}group_bytes"] = rng.integers(-most, most + 1, groups).astype(np.int8)
     if getattr(shape, f"{prefix}bias"):
         found[f"{prefix}bias"] = rng.standard_normal(leading).astype(kind)
     return found

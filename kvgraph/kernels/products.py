@@ -32,6 +32,7 @@ GELU_TANH = tl.constexpr(2)
 
 E2M1 = tl.constexpr(1)
 E4M3 = tl.constexpr(2)
+EIGHTHS = tl.constexpr(5)
 
 TWICE_E2M1 = tl.constexpr(0xC8643210)
 """Nibble m of this constant is twice the magnitude of FP4 number m."""
@@ -273,11 +274,13 @@ def _numbers(byte, HIGH: tl.constexpr, CODES: tl.constexpr, dtype: tl.constexpr)
 
 @triton.jit
 def _with_offsets(numbers, group_bytes, at, live, CODES: tl.constexpr):
-    """Add the offsets at `at` to numbers `[..., H]` of one group each; the sum is exact."""
+    """Add the offsets at `at` to numbers `[..., H]` of one group each; the sum is exact: it has at
+    most 8 bits."""
     if CODES == E2M1 or group_bytes is None:
         return numbers
     else:
         offsets = tl.expand_dims(tl.load(group_bytes + at, mask=live, other=0), -1)
+        offsets = offsets.to(tl.float32) * 0.125 if CODES == EIGHTHS else offsets
         if IN_PTX:
             return numbers + offsets.to(numbers.dtype)
         else:  # Triton's interpreter does not add bfloat16

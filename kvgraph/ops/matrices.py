@@ -29,12 +29,13 @@ from kvgraph.ops.packed import (
     IQ4_NL,
     LEVELS,
     NVFP4,
+    OFFSET_UNIT,
     Form,
     powers,
 )
 from kvgraph.ops.packed_rules import form_of, known_codes
 
-UNKNOWN = (NVFP4, EIGHTHS, IQ4_NL)
+UNKNOWN = (NVFP4, IQ4_NL)
 """Codes that no kernel supports."""
 
 GROUP = 128
@@ -57,8 +58,8 @@ def of_kernels(form: Form, in_features: int = 0) -> Form:
 
 
 def takes(form: Form) -> bool:
-    """Whether kernels can read weights of this form; none supports scales of groups of 16,
-    fractions in offsets, or GGUF's own levels."""
+    """Whether kernels can read weights of this form; none supports scales of groups of 16, or
+    GGUF's own levels."""
     return form.codes not in UNKNOWN
 
 
@@ -134,7 +135,7 @@ def decode(
         assert group_bytes is not None
         scales = powers(group_bytes)
     elif group_bytes is not None:
-        w_NK = w_NK + of_inputs(group_bytes)
+        w_NK = w_NK + of_inputs(group_bytes) * np.float32(OFFSET_UNIT.get(codes, 1))
     return w_NK if scales is None else w_NK * of_inputs(scales)
 
 
@@ -165,9 +166,9 @@ def operands(
 ) -> tuple[spec.Operand, ...]:
     """Operands of a weight: the weight, its scales, bytes of groups and bias, named by `stem`.
 
-    group_bytes: for integers the offset that is added to each number; for E2M1 the exponent of a
-    scale (bias 127), instead of scales. `variable`: type variable of the weight, if it is not that
-    of all weights.
+    group_bytes: for integers the offset that is added to each number, for EIGHTHS in eighths; for
+    E2M1 the exponent of a scale (bias 127), instead of scales. `variable`: type variable of the
+    weight, if it is not that of all weights.
     """
     of_groups = (*leading, groups, columns)
     return (
@@ -255,7 +256,7 @@ def _unwanted_scales(scales: str | None, bits: int, codes: int) -> bool | str:
 
 
 def _missing_bytes(group_bytes: str | None, codes: int) -> bool | str:
-    return group_bytes is None and codes == E2M1 and f"some for codes {codes}"
+    return group_bytes is None and codes in (E2M1, EIGHTHS) and f"some for codes {codes}"
 
 
 def _unwanted_bytes(group_bytes: str | None, bits: int) -> bool | str:

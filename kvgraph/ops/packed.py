@@ -54,6 +54,9 @@ CODE_BITS = {INTEGERS: 4, E2M1: 4, E4M3: 8, INT8: 8, NVFP4: 4, EIGHTHS: 4, IQ4_N
 WITHOUT_BYTES = (INTEGERS, IQ4_NL)
 """Codes of 4 bits whose groups need no bytes; only those of INTEGERS may have some."""
 
+WITH_OFFSETS = (INTEGERS, EIGHTHS)
+"""Codes whose groups may have offsets."""
+
 OFFSET_UNIT = {EIGHTHS: 1 / 8}
 """Unit of the offsets of groups, if it is not 1."""
 

@@ -18,7 +18,7 @@ from kvgraph.kernels.experts_plan import experts_variants
 from kvgraph.kernels.linear_plan import linear_variants
 from kvgraph.kernels.shapes import AttentionShape, PoolShape
 from kvgraph.kernels.variants import Variant
-from kvgraph.ops.packed import E2M1, E4M3, INT8
+from kvgraph.ops.packed import E2M1, E4M3, EIGHTHS, INT8
 from tests.support.matrix_products import LLAMA_8B, QWEN3_30B, in_form
 
 LOOP = """
@@ -55,6 +55,7 @@ FORMS: dict[str, dict[str, Any]] = {
     "FP8 of 128": {"bits": 8, "group": 128, "codes": E4M3},
     "int4": {"bits": 4},
     "int4 of 32 with offsets": {"bits": 4, "group": 32, "offsets": True},
+    "eighths": {"bits": 4, "group": 32, "codes": EIGHTHS, "offsets": True},
     "FP4 of 32": {"bits": 4, "group": 32, "codes": E2M1},
 }
 

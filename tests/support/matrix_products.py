@@ -12,7 +12,7 @@ from kvgraph.kernels.linear_plan import LinearShape
 from kvgraph.kernels.matrix_tiles import ROLES
 from kvgraph.kernels.matrix_trials import experts_trial, linear_trials
 from kvgraph.kernels.trials import Trial
-from kvgraph.ops.packed import E2M1, E4M3, GELU, GELU_TANH, INT8, INTEGERS, Form
+from kvgraph.ops.packed import E2M1, E4M3, EIGHTHS, GELU, GELU_TANH, INT8, INTEGERS, Form
 
 Shape = ExpertsShape | LinearShape
 
@@ -54,6 +54,7 @@ EXPERTS = (
     experts("bfloat16", Form(8, 128, E4M3), 4, 2, 160, 96),
     experts("bfloat16", INT8_ROWS, 3, 2, 680, 328),  # several steps
     experts("bfloat16", NIBBLES, 3, 2, 680, 328),
+    experts("bfloat16", Form(4, 32, EIGHTHS, True), 4, 2, 160, 96),
     # A form for each layer.
     experts("bfloat16", NIBBLES, 4, 2, 160, 96, down=INT8_ROWS, up_bias=True),
     experts("bfloat16", Form(8, 128, E4M3), 4, 2, 160, 96, down=Form(4, 32, E2M1)),
@@ -71,6 +72,8 @@ LINEARS = (
     LinearShape("float16", 8, 200, (72, 0, 0), group=64, codes=INT8),
     LinearShape("bfloat16", 8, 200, (72, 0, 0), gated=True, group=128, codes=E4M3),
     LinearShape("float32", 8, 96, (40, 0, 0), group=32, codes=E4M3),
+    LinearShape("bfloat16", 4, 200, (72, 0, 0), gated=True, group=32, codes=EIGHTHS, offsets=True),
+    LinearShape("float16", 4, 608, (40, 0, 0), group=32, codes=EIGHTHS, offsets=True),
     # Several steps of slices, and a last one that not all slices have.
     LinearShape("bfloat16", 8, 1160, (40, 0, 0)),
     LinearShape("bfloat16", 4, 1160, (40, 0, 0)),
