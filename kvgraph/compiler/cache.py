@@ -213,3 +213,18 @@ def _leaf_names(groups: Sequence[LayerNeed]) -> dict[LayerNeed, str]:
         for i, kind in enumerate(kinds)
     ]
     return dict(zip(groups, names, strict=True))
+
+
+def latent_notes(layers: Sequence[LayerNeed], config: object) -> tuple[str, ...]:
+    """A note on the cost of a latent attention (MLA) that is cached as keys and values of all
+    heads. `config`: the configuration of transformers' model; any other attention has no note."""
+    rank = getattr(config, "kv_lora_rank", None)
+    if not rank:
+        return ()
+    latent = rank + (getattr(config, "qk_rope_head_dim", None) or 0)
+    need = layers[0]
+    expanded = need.n_kv_heads * (need.head_dim + need.v_head_dim)
+    return (
+        f"cache: latent attention (MLA) is kept as keys and values: {expanded} elements of a token "
+        f"in a layer, {expanded / latent:.1f} times its latent {latent}",
+    )

@@ -7,8 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from kvgraph.compiler.cache import LayerNeed
-from kvgraph.compiler.frontends.left_plain import Rule
-from kvgraph.compiler.frontends.stored_forms import PLAIN, StoredForms
+from kvgraph.compiler.frontends.stored_forms import PLAIN
 from kvgraph.compiler.joined_forms import KeptAs, Takes, joined_form, kept_in
 from kvgraph.compiler.packed_weights import shapes
 from kvgraph.compiler.passes import TABLE_BYTES
@@ -128,25 +127,19 @@ class ModelSizes:
             for each in self.experts
         )
 
-    def kept_as(
-        self, tensors: Mapping[str, KeptAs], forms: StoredForms, linears: Rule, experts: Rule
-    ) -> ModelSizes:
-        """The same model with the forms in which a quantised checkpoint stores it.
+    def kept_as(self, tensors: Mapping[str, KeptAs]) -> ModelSizes:
+        """The same model with the forms in which a checkpoint stores its parameters.
 
-        `tensors`: how each parameter is stored whose tensors are at hand. For others:
-        `forms`: the forms; `linears`, `experts`: whether a layer of that name is plain.
+        `tensors`: name of a parameter -> how it is stored; others are plain.
         """
 
-        def of_linear(linear: Linear) -> KeptAs:
-            form = forms.head if linear.is_head else forms.linears
-            given = kept_in(PLAIN if linears(linear.name) else form)
-            return tensors.get(f"{linear.name}.weight", given)
-
         def of_experts(layer: Experts) -> tuple[KeptAs, ...]:
-            given = kept_in(PLAIN if experts(layer.name) else forms.experts)
-            return tuple(tensors.get(f"{layer.name}.{matrix}", given) for matrix in MATRICES)
+            names = (f"{layer.name}.{matrix}" for matrix in MATRICES)
+            return tuple(tensors.get(name, kept_in(PLAIN)) for name in names)
 
-        own = {each.name: of_linear(each) for each in self.linears}
+        own = {
+            each.name: tensors.get(f"{each.name}.weight", kept_in(PLAIN)) for each in self.linears
+        }
         return replace(
             self,
             linears=tuple(

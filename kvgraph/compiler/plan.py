@@ -15,10 +15,8 @@ from kvgraph.compiler.frontends.counts import require_counts
 from kvgraph.compiler.frontends.folder import checkpoint_dtype, quantization, read_config
 from kvgraph.compiler.frontends.found_instead import require_known_names
 from kvgraph.compiler.frontends.gguf import as_folder
-from kvgraph.compiler.frontends.left_plain import left_plain, left_plain_experts
 from kvgraph.compiler.frontends.lengths import required_length
-from kvgraph.compiler.frontends.stored_forms import doubts_of, stored_forms
-from kvgraph.compiler.joined_forms import KeptAs
+from kvgraph.compiler.frontends.stored_forms import doubts_of
 from kvgraph.compiler.options import resolve
 from kvgraph.compiler.reserve import Reserve
 from kvgraph.contract.dims import ceildiv
@@ -29,8 +27,8 @@ from kvgraph.errors import ParamsError, UnsupportedError
 from kvgraph.kv.memory import DEFAULT_BATCH_TOKENS
 
 if TYPE_CHECKING:
+    from kvgraph.compiler.checkpoint import Checkpoint
     from kvgraph.compiler.frontends import huggingface
-    from kvgraph.compiler.values import Values
 
 ROWS = (1, 64)
 """Rows of the steps for which a plan says how many bytes of weights are read."""
@@ -97,8 +95,9 @@ def plan_deployment(
     The cache is described on a virtual device; no weight is read and nothing is allocated. Weights
     are counted from the headers of the safetensors, or from their index. Without these, and for all
     but the best-known architectures, transformers builds the model with fake parameters. Quantised
-    weights have the forms that compile gives their tensors (of numbers, zero points and orders of
-    inputs are read) or, without tensors, those that the configuration says.
+    weights have the forms that compile gives their tensors (of numbers, zero points, orders of
+    inputs and tied weights that are stored apart are read) or, without tensors, those that the
+    configuration says.
 
     - `folder`: a checkpoint folder, or a GGUF file.
     - `dtype`, `weights`: as for `compile` with the target's default backend.
@@ -227,7 +226,7 @@ class _Describer:
                 whole = stored.describe(self.folder, self.config, by_shape=self.by_shape)
             except stored.InDoubtError as error:
                 return RankedModel(self._ask(str(error), 1), 1)
-            return RankedModel(self._as_stored(whole, {}), 1)
+            return RankedModel(whole.kept_as({}), 1)
         try:
             return RankedModel(
                 self._ask("its model has the plan for tensor parallelism", ranks), ranks
@@ -242,29 +241,19 @@ class _Describer:
         self.progress(f"asking transformers, since {why}")
         from kvgraph.compiler.frontends import measured
 
-        found = measured.describe(self._described, self.dtype, ranks)
-        kept = measured.kept_tensors(self._described, self._values, self.dtype, ranks)
-        return self._as_stored(found, kept)
+        model, checkpoint, left = self._opened
+        found = measured.describe(model, self.dtype, ranks, checkpoint)
+        doubts = doubts_of(self.config, has_experts=bool(found.experts))
+        return replace(found, notes=(*found.notes, *left, *doubts))
 
     @cached_property
-    def _described(self) -> huggingface.Description:
-        from kvgraph.compiler.frontends.huggingface import describe
+    def _opened(self) -> tuple[huggingface.Description, Checkpoint, tuple[str, ...]]:
+        """The whole model, the forms of its parameters, and notes on tensors that are left out."""
+        from kvgraph.compiler.frontends import huggingface, measured
+        from kvgraph.compiler.frontends.left_over import notes_of
 
-        return describe(self.folder, self.dtype)
-
-    @cached_property
-    def _values(self) -> Mapping[str, Values]:
-        from kvgraph.compiler.frontends import measured
-
-        return measured.quantized_values(self._described, self.folder, self.config)
-
-    def _as_stored(self, found: ModelSizes, tensors: Mapping[str, KeptAs]) -> ModelSizes:
-        """`found` with the forms of quantised weights, and notes on doubts.
-
-        `tensors`: name of a parameter -> how it is stored, if its tensors are at hand.
-        """
-        config = self.config
-        doubts = doubts_of(config, has_experts=bool(found.experts))
-        rules = left_plain(config), left_plain_experts(config)
-        kept = found.kept_as(tensors, stored_forms(config), *rules)
-        return replace(kept, notes=(*kept.notes, *doubts))
+        model = huggingface.describe(self.folder, self.dtype)
+        located = measured.located(model, self.folder, self.config)
+        measured.untie(model, located.apart)
+        checkpoint = located.checkpoint or measured.said(model, self.config)
+        return model, checkpoint, notes_of(located.left)

@@ -32,9 +32,6 @@ TORCH_DTYPES = {dtype.safetensors: getattr(torch, dtype.name) for dtype in ALL}
 TORCH_DTYPES["F8_E8M0"] = torch.uint8
 """safetensors' name of a dtype -> torch dtype. Exponents (F8_E8M0) are read as bytes."""
 
-FLOATS = frozenset(d.safetensors for d in ALL if d.kind == "float" and not d.largest)
-"""safetensors' names of float dtypes that need no scale."""
-
 
 @dataclass(frozen=True)
 class Coded:

@@ -70,6 +70,8 @@ DTYPES: Mapping[str, DType] = {dtype.name: dtype for dtype in ALL}
 QUANTIZED = tuple(dtype.name for dtype in ALL if dtype.largest)
 """Types of pools whose elements have a scale."""
 ACTIVATIONS = tuple(d.name for d in ALL if d.kind == "float" and d.code and not d.largest)
+FLOATS = frozenset(d.safetensors for d in ALL if d.kind == "float" and not d.largest)
+"""safetensors' names of float dtypes that need no scale."""
 POOLS = (*ACTIVATIONS, *QUANTIZED)
 
 AS_STORED = 0

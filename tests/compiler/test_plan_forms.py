@@ -14,7 +14,7 @@ from transformers import AutoConfig
 import kvgraph
 from kvgraph import UnsupportedError
 from kvgraph.compiler.described import Linear, ModelSizes
-from kvgraph.compiler.frontends.left_plain import left_plain, left_plain_experts
+from kvgraph.compiler.frontends.left_plain import EXPERT, left_plain
 from kvgraph.compiler.frontends.stored_forms import PLAIN, stored_forms
 from kvgraph.compiler.passes.fuse_rope import fuse_rope
 from kvgraph.compiler.passes.pair_complex import pair_complex
@@ -131,7 +131,7 @@ def test_names_in_a_larger_model_and_of_experts() -> None:
     assert not left_plain(config)("model.layers.1.mlp.up_proj")
     mixed = {"model.layers.0.mlp.experts.0.up_proj": {"quant_algo": "NVFP4"}}
     given = {"quant_method": "modelopt", "quantized_layers": mixed}
-    experts = left_plain_experts({"quantization_config": given})
+    experts = left_plain({"quantization_config": given}, EXPERT["gate_up_proj"])
     assert not experts("model.layers.0.mlp.experts")
     assert experts("model.layers.1.mlp.experts")
 

@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 import kvgraph
-from kvgraph.compiler.described import Experts, Linear, ModelSizes
-from kvgraph.compiler.frontends.stored_forms import StoredForms
+from kvgraph.compiler.described import MATRICES, Experts, Linear, ModelSizes
 from kvgraph.compiler.joined_forms import KeptAs, joined_form, kept_in
 from kvgraph.contract.dtypes import AS_STORED
 from kvgraph.contract.safetensors import read_layout
@@ -56,8 +55,9 @@ def sizes(tensors: Mapping[str, KeptAs]) -> ModelSizes:
     )
     mixture = Experts(4, 2, 64, 32, has_bias=False, name="model.layers.0.mlp.experts")
     model = ModelSizes("", (), 1, 1, 1, 1, layers, 0, 0, (), experts=(mixture,))
-    forms = StoredForms(GROUPS, GROUPS)
-    return model.kept_as(tensors, forms, lambda name: False, lambda name: False)
+    names = [*(f"{each.name}.weight" for each in layers)]
+    names += [f"{mixture.name}.{matrix}" for matrix in MATRICES]
+    return model.kept_as(dict.fromkeys(names, kept_in(GROUPS)) | tensors)
 
 
 def test_a_layer_takes_the_one_beside_it_to_its_form_on_a_cpu_alone() -> None:

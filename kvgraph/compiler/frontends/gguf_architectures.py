@@ -29,6 +29,7 @@ from kvgraph.compiler.frontends.gguf_norms import (
     stablelm,
     starcoder2,
 )
+from kvgraph.compiler.frontends.gguf_routers import GATE, SAID, SIGMOID, SOFTMAX, require_gate
 from kvgraph.contract.plain import JsonObject
 
 EXPERTS = {
@@ -47,9 +48,6 @@ ERNIE = {
 HUNYUAN = {"expert_count": "num_experts", "expert_used_count": "moe_topk"}
 
 ROUTED = EXPERTS | {"expert_count": "n_routed_experts"}
-
-SOFTMAX, SIGMOID = 1, 2
-"""llama.cpp's numbers of functions that make weights of experts."""
 
 
 def _attention(given: Metadata, said: JsonObject, width: int) -> JsonObject:
@@ -116,9 +114,6 @@ def _seed_oss(given: Metadata, said: JsonObject, width: int) -> JsonObject:
 
 
 def _minimax_m2(given: Metadata, said: JsonObject, width: int) -> JsonObject:
-    """Sigmoids make weights of experts."""
-    if given.get("expert_gating_func") not in (None, SIGMOID):
-        raise given.refuse("expert_gating_func", f"{SIGMOID}, the sigmoid")
     own = experts(given, MIXTRAL) | {
         "intermediate_size": given.required("expert_feed_forward_length")
     }
@@ -127,7 +122,7 @@ def _minimax_m2(given: Metadata, said: JsonObject, width: int) -> JsonObject:
 
 def _dots1(given: Metadata, said: JsonObject, width: int) -> JsonObject:
     if not _has_sigmoid(given, said):
-        raise given.refuse("expert_gating_func", f"{SIGMOID}, the sigmoid")
+        raise given.refuse(GATE, f"{SIGMOID}, {SAID[SIGMOID]}")
     return uniform(given, said, width) | _routed(given, said)
 
 
@@ -156,8 +151,7 @@ def _glm4(given: Metadata, said: JsonObject, width: int) -> JsonObject:
 
 
 def _glm4_moe(given: Metadata, said: JsonObject, width: int) -> JsonObject:
-    if given.get("expert_gating_func") not in (None, 0, SIGMOID):
-        raise given.refuse("expert_gating_func", f"{SIGMOID}, the sigmoid")
+    require_gate(given, SIGMOID)
     return (
         partial(given, said, width)
         | _routed(given, said)
@@ -199,11 +193,10 @@ def _deepseek2(given: Metadata, said: JsonObject, width: int) -> JsonObject:
 def _has_sigmoid(given: Metadata, said: JsonObject) -> bool:
     """Whether sigmoids make weights of experts. A file that does not say so is of GLM-4.7-Flash, by
     llama.cpp's rule, or has a softmax."""
-    kind = given.get("expert_gating_func")
+    kind = given.get(GATE)
     if kind not in (None, 0, SOFTMAX, SIGMOID):
-        raise given.refuse(
-            "expert_gating_func", f"{SOFTMAX}, the softmax, or {SIGMOID}, the sigmoid"
-        )
+        expected = (f"{each}, {SAID[each]}" for each in (SOFTMAX, SIGMOID))
+        raise given.refuse(GATE, ", or ".join(expected))
     if kind in (SOFTMAX, SIGMOID):
         return kind == SIGMOID
     return given.required("block_count") in (47, 48) and said["vocab_size"] == 154880

@@ -15,9 +15,6 @@ MIXTRAL = {"expert_count": "num_local_experts", "expert_used_count": "num_expert
 def uniform(given: Metadata, said: JsonObject, width: int) -> JsonObject:
     """A model whose layers are all equal."""
     given.require("rope.dimension_count", width)
-    local = given.number("attention.sliding_window", 0)
-    if 0 < local < said["max_position_embeddings"]:
-        raise given.refuse("attention.sliding_window", "none")
     return {}
 
 

@@ -72,6 +72,8 @@ def _long(given: Metadata, base: float, tensors: Mapping[str, Array]) -> JsonObj
             raise refuse(given.path, name, f"a tensor beside the other of {LONG, SHORT}", "none")
     for name in ("rope.scaling.factor", "rope.scale_linear"):
         given.require(name, 1)
+    for name in ("rope.scaling.yarn_ext_factor", "rope.scaling.yarn_log_multiplier"):
+        given.require(name, 0)
     return {
         "rope_type": "longrope",
         "rope_theta": base,

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from kvgraph.compiler.cache import LayerNeed
+from kvgraph.compiler.cache import LayerNeed, latent_notes
 from kvgraph.compiler.checkpoint_files import (
     INDEXES,
     PICKLED,
@@ -32,14 +32,13 @@ from kvgraph.compiler.frontends.decoder import (
 )
 from kvgraph.compiler.frontends.folder import (
     DTYPE_FIELDS,
-    INSTEAD,
     Config,
     quantization,
     read_config,
 )
 from kvgraph.compiler.frontends.found_instead import require_known_names
 from kvgraph.compiler.frontends.language_part import language_model
-from kvgraph.compiler.frontends.left_over import left_over, notes_of
+from kvgraph.compiler.frontends.left_over import left_over
 from kvgraph.compiler.frontends.lengths import most_tokens, with_current_name
 from kvgraph.compiler.frontends.loaded import load_weights
 from kvgraph.compiler.frontends.rope import longest as longest_of
@@ -60,6 +59,7 @@ from kvgraph.compiler.frontends.weightless import (
     fake_parameters,
     keep_in_float32,
     locate,
+    require_loadable,
 )
 from kvgraph.compiler.model import Model
 from kvgraph.compiler.quiet import first_line, quiet_loggers
@@ -123,8 +123,7 @@ def _load(
             _probed(_make(transformers, folder, text, dtype), text)
     longest = _longest(text, max_seq_len)
     files = text_files(folder, text.vocab_size)
-    is_part = text.model_type != config["model_type"]
-    larger = _parse_config(transformers, folder, config) if is_part else None
+    larger = _larger(transformers, folder, config, text)
     eos, bos = _tokens(folder, text, larger)
     with indexed(folder):
         model, located = _with_weights(
@@ -151,8 +150,8 @@ def _load(
             *tokenizer_notes(folder, files, text.vocab_size),
             *end_notes(eos, text.vocab_size),
             *generation_notes(folder),
-            *notes_of(located.left),
-            *_notes_of(layers, text, located.form),
+            *located.notes,
+            *latent_notes(layers, text),
             *settled,
         ),
     )
@@ -173,7 +172,7 @@ def _with_weights(
     """
     located = Located(None)
     is_quantized = quantization(config) is not None
-    is_built = larger is not None and not _has_causal_class(transformers, larger)
+    is_built = _is_built(transformers, larger)
     if weightless or is_quantized or is_built:
         model, located = _build(transformers, folder, config, text, larger, dtype)
         if located.checkpoint is not None and weightless:
@@ -181,14 +180,7 @@ def _with_weights(
         if located.checkpoint is not None:
             located.checkpoint.fill(model)
             return model, replace(located, checkpoint=None)
-    if is_quantized:
-        step = f"{located.instead}, or {INSTEAD}" if located.instead else INSTEAD
-        raise UnsupportedError(f"{folder}: quantised weights: {located.why}; {step}")
-    if is_built:
-        hint = f"; {located.instead}" if located.instead else ""
-        raise UnsupportedError(
-            f"{folder}: the language part of {config['model_type']!r}: {located.why}{hint}"
-        )
+    require_loadable(located, folder, config, is_built=is_built)
     parsed = _parse_config(transformers, folder, config)
     model, unexpected = load_weights(transformers, folder, parsed, dtype, IMPLEMENTATIONS)
     return model, replace(located, left=left_over(model, unexpected, {}))
@@ -210,25 +202,6 @@ def _tokens(
         if bos is None:
             bos = as_id(f"{folder}/config.json: bos_token_id", said[1], ModelError)
     return eos, bos
-
-
-def _notes_of(
-    layers: tuple[LayerNeed, ...], config: PretrainedConfig, form: str
-) -> tuple[str, ...]:
-    """Notes for the manifest: the quantised form of the weights, and the cost of a latent attention
-    (MLA) that is cached as keys and values of all heads."""
-    stored = [f"weights: the checkpoint's are {form}"] if form else []
-    rank = getattr(config, "kv_lora_rank", None)
-    if not rank:
-        return tuple(stored)
-    latent = rank + (getattr(config, "qk_rope_head_dim", None) or 0)
-    need = layers[0]
-    expanded = need.n_kv_heads * (need.head_dim + need.v_head_dim)
-    return (
-        *stored,
-        f"cache: latent attention (MLA) is kept as keys and values: {expanded} elements of a token "
-        f"in a layer, {expanded / latent:.1f} times its latent {latent}",
-    )
 
 
 def _build(
@@ -302,6 +275,10 @@ class Description:
     max_seq_len: int
     most_seq_len: int
     """Longest context, in tokens, that the user may ask for."""
+    larger: PretrainedConfig | None
+    """The configuration of the checkpoint's whole model, if this is its language part."""
+    is_built: bool
+    """Whether it is a language part that transformers does not load by itself."""
 
 
 def describe(folder: Path, dtype: str) -> Description:
@@ -320,8 +297,30 @@ def _describe(transformers: ModuleType, folder: Path, config: Config, dtype: str
         text = _decoder_config(transformers, folder, config)
         model = _make(transformers, folder, text, dtype)
         layers = _probed(model, text)
+        larger = _larger(transformers, folder, config, text)
     own = _longest(text)
-    return Description(text.model_type, layers, model, own, most_tokens(parameters_of(text), own))
+    return Description(
+        architecture=text.model_type,
+        layers=layers,
+        module=model,
+        max_seq_len=own,
+        most_seq_len=most_tokens(parameters_of(text), own),
+        larger=larger,
+        is_built=_is_built(transformers, larger),
+    )
+
+
+def _larger(
+    transformers: ModuleType, folder: Path, config: Config, text: PretrainedConfig
+) -> PretrainedConfig | None:
+    """The configuration of the whole model, if `text` is of a part of it."""
+    is_part = text.model_type != config["model_type"]
+    return _parse_config(transformers, folder, config) if is_part else None
+
+
+def _is_built(transformers: ModuleType, larger: PretrainedConfig | None) -> bool:
+    """Whether a language part of `larger` is built here, as transformers does not load it alone."""
+    return larger is not None and not _has_causal_class(transformers, larger)
 
 
 def _longest(config: PretrainedConfig, asked: int | None = None) -> int:

@@ -24,8 +24,12 @@ LANGUAGE_PARTS = ("language_model.", "text_model.")
 """Prefixes of the language part's names in a larger model, before or after `model.`."""
 
 CLASS = "Linear"
-EXPERT = ("", ".gate_up_proj", ".0.gate_proj", ".0.up_proj", ".0.w1")
-"""Suffixes that make a matrix's name of the name of a layer of experts."""
+EXPERT = {
+    "gate_up_proj": ("", ".gate_up_proj", ".0.gate_proj", ".0.up_proj", ".0.w1", ".0.w3"),
+    "down_proj": ("", ".down_proj", ".0.down_proj", ".0.w2"),
+}
+"""Matrix of a layer of experts -> suffixes that make its names, or those of the first expert's part
+of it, of the name of the layer."""
 
 Group = Config | list[object]
 """A group of compressed-tensors: what it says, or the targets of a scheme that its name gives."""
@@ -37,17 +41,9 @@ _Rule = Callable[[list[str]], bool]
 """`rule(names)`: whether a module that may have any of these names is left plain."""
 
 
-def left_plain(config: Config) -> Rule:
-    """The rule for linear layers."""
-    return _by_names(config, [""])
-
-
-def left_plain_experts(config: Config) -> Rule:
-    """The rule for layers of experts, by their own names and the names of their first matrices."""
-    return _by_names(config, EXPERT)
-
-
-def _by_names(config: Config, ends: Sequence[str]) -> Rule:
+def left_plain(config: Config, ends: Sequence[str] = ("",)) -> Rule:
+    """The rule for modules of a name with one of `ends`: linear layers or, with those of EXPERT, a
+    matrix of a layer of experts."""
     given = quantization(config) or {}
     if str(given.get("quant_method")).startswith("modelopt"):
         listed = _of_modelopt(given)
@@ -56,10 +52,10 @@ def _by_names(config: Config, ends: Sequence[str]) -> Rule:
     else:
         listed = _of_others(given)
 
-    return lambda name: listed([f"{each}{end}" for each in _spellings(name) for end in ends])
+    return lambda name: listed([f"{each}{end}" for each in spellings(name) for end in ends])
 
 
-def _spellings(name: str) -> Iterator[str]:
+def spellings(name: str) -> Iterator[str]:
     """A name itself, and the names that it may have in a larger model."""
     yield name
     for part in LANGUAGE_PARTS:
@@ -80,11 +76,12 @@ def _of_compressed_tensors(given: Config) -> _Rule:
     )
 
 
-def groups_for(given: Config, name: str) -> list[tuple[str, Group]]:
-    """The groups of compressed-tensors, with their names, that may quantise the layer `name`: those
-    that name it or, if there are none, all. One may be for its class, or name it as a model does
-    that is saved under other names."""
-    names = [spelling for stem in _without_parts(name) for spelling in _spellings(stem)]
+def groups_for(given: Config, *names: str) -> list[tuple[str, Group]]:
+    """The groups of compressed-tensors, with their names, that may quantise a layer with one of
+    `names`: those that name it or, if there are none, all. One may be for its class, or name it as
+    a model does that is saved under other names."""
+    stems = [stem for name in names for stem in _without_parts(name)]
+    names = tuple(spelling for stem in stems for spelling in spellings(stem))
     groups = list(_groups(given))
     found = [
         (key, group)

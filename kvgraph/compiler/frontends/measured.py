@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from inspect import signature
 from pathlib import Path
@@ -14,18 +14,22 @@ from transformers.activations import SiLUActivation
 from transformers.pytorch_utils import Conv1D
 
 from kvgraph.compiler.checkpoint import Checkpoint
-from kvgraph.compiler.checkpoint_files import indexed, shard_paths
+from kvgraph.compiler.checkpoint_files import indexed, read_index, shard_paths
 from kvgraph.compiler.described import Experts, Linear, ModelSizes
 from kvgraph.compiler.frontends import huggingface
 from kvgraph.compiler.frontends.decoder import Decoder
 from kvgraph.compiler.frontends.folder import Config, quantization
+from kvgraph.compiler.frontends.left_plain import EXPERT, left_plain
 from kvgraph.compiler.frontends.ranks import cut
 from kvgraph.compiler.frontends.routing import active_experts
-from kvgraph.compiler.frontends.weightless import sources
-from kvgraph.compiler.joined_forms import KeptAs
+from kvgraph.compiler.frontends.stored_forms import PLAIN, stored_forms
+from kvgraph.compiler.frontends.weightless import Located, locate, require_loadable
+from kvgraph.compiler.joined_forms import KeptAs, kept_in
 from kvgraph.compiler.model import Model
+from kvgraph.compiler.quantized import require_plain_names
 from kvgraph.compiler.quiet import quiet_loggers
-from kvgraph.compiler.values import Values
+from kvgraph.compiler.values import Rows, Values
+from kvgraph.ops.packed import Form
 
 GATES = (("gate_proj", "up_proj"), ("w1", "w3"))
 """Names of a gate and its up projection in an MLP."""
@@ -45,14 +49,21 @@ ROTATED_FURTHER = ("llama_4_scaling_beta", "mrope_section")
 positions of several axes."""
 
 
-def describe(model: huggingface.Description, dtype: str, ranks: int = 1) -> ModelSizes:
-    """The sizes of a model, which does not change; no weight is read.
+def describe(
+    model: huggingface.Description,
+    dtype: str,
+    ranks: int = 1,
+    checkpoint: Checkpoint | None = None,
+) -> ModelSizes:
+    """The sizes of a model, which does not change, and the forms of its weights in `checkpoint`.
 
     `ranks`: if above 1, sizes of weights are those of rank 0. It raises what `cut` raises.
     """
+    own = Checkpoint({}) if checkpoint is None else checkpoint.renamed(OF_DECODER)
     module = model.module
     if ranks > 1:
-        module = _of_rank(model, dtype, ranks).module.model  # type: ignore[assignment]
+        part = _of_rank(model, dtype, ranks, own if checkpoint else None)
+        module, own = part.module.model, part.checkpoint or own  # type: ignore[assignment]
     modules = dict(module.named_modules())
     layers = {name: each for name, each in modules.items() if isinstance(each, nn.Linear | Conv1D)}
     tables = {each.weight for each in modules.values() if isinstance(each, nn.Embedding)}
@@ -71,7 +82,7 @@ def describe(model: huggingface.Description, dtype: str, ranks: int = 1) -> Mode
     widths = [each.out_features for each in made if not each.is_head]
     held = [*layers.values(), *mixtures.values()]
     counted = tables | {parameter for layer in held for parameter in layer.parameters()}
-    return ModelSizes(
+    sizes = ModelSizes(
         architecture=model.architecture,
         layers=model.layers,
         max_seq_len=model.max_seq_len,
@@ -86,39 +97,88 @@ def describe(model: huggingface.Description, dtype: str, ranks: int = 1) -> Mode
         experts=tuple(_experts(name, mixture, active) for name, mixture in mixtures.items()),
         notes=tuple(dict.fromkeys(_notes(modules.values(), active))),
     )
+    return sizes.kept_as(_kept(own))
 
 
-def quantized_values(
-    model: huggingface.Description, folder: Path, config: Config
-) -> dict[str, Values]:
-    """The sources of a quantised checkpoint's parameters, by the names of `model`.
+def located(model: huggingface.Description, folder: Path, config: Config) -> Located:
+    """The sources of a checkpoint's parameters, by the names of `model`; none if its files are not
+    at hand, or transformers has to load them.
 
-    Empty if its files are not at hand, or it is plain. Of numbers only zero points and orders of
-    inputs are read. It raises what `sources` raises.
+    Of numbers only zero points, orders of inputs and tied parameters that are stored apart are
+    read. It raises what a compile raises.
     """
     given, paths = quantization(config), shard_paths(folder)
     at_hand = bool(paths) and all(path.is_file() for path in paths)
-    if given is None or not (at_hand or given["quant_method"] == "gguf"):
-        return {}
-    larger = "" if model.architecture == config["model_type"] else str(config["model_type"])
+    if not at_hand and (given is None or given["quant_method"] != "gguf"):
+        if given is None and (index := read_index(folder)):
+            require_plain_names(folder, index.shards)
+        return Located(None)
     with indexed(folder), quiet_loggers(*huggingface.REPORTING):
-        return sources(model.module, folder, config, larger)
+        found = locate(model.module, folder, config, model.larger)
+        require_loadable(found, folder, config, is_built=model.is_built)
+    return found
 
 
-def kept_tensors(
-    model: huggingface.Description, values: Mapping[str, Values], dtype: str, ranks: int
-) -> dict[str, KeptAs]:
-    """How a checkpoint with these `quantized_values` stores the matrices of each parameter.
+def untie(model: huggingface.Description, names: Sequence[str]) -> None:
+    """Make parameters of their own of the tied ones with these names, as transformers does for
+    those that are stored with different values."""
+    for name in names[1:]:
+        path, _, own = name.rpartition(".")
+        tied = model.module.get_parameter(name)
+        with tied.fake_mode:  # type: ignore[attr-defined]
+            apart = nn.Parameter(torch.empty_like(tied), requires_grad=False)
+        model.module.get_submodule(path)._parameters[own] = apart
 
-    `ranks`: if above 1, how rank 0 has its share of them. It raises what `cut` raises.
-    """
-    own: Checkpoint | None = Checkpoint(values).renamed(OF_DECODER)
-    if ranks > 1 and values:
-        own = _of_rank(model, dtype, ranks, own).checkpoint
-    assert own is not None
+
+def said(model: huggingface.Description, config: Config) -> Checkpoint:
+    """The parameters of `model` in the forms that the configuration says; none can be read."""
+    modules = dict(model.module.named_modules())
+    head = model.module.get_output_embeddings()  # type: ignore[operator]
+    is_plain = {matrix: left_plain(config, ends) for matrix, ends in EXPERT.items()}
+    of_linears = left_plain(config)
+    state = model.module.state_dict(keep_vars=True)
+
+    def of(name: str) -> tuple[Form, bool]:
+        """The form of a parameter, and whether its last dims are inputs, outputs."""
+        path, _, own = name.rpartition(".")
+        module = modules[path]
+        if own in EXPERT:
+            names = [f"{path}{end}" for end in EXPERT[own]]
+            plain, form = is_plain[own](path), stored_forms(config, names).experts
+            return PLAIN if plain else form, getattr(module, "is_transposed", True)
+        if own != "weight" or not isinstance(module, nn.Linear | Conv1D):
+            return PLAIN, False
+        forms = stored_forms(config, [path])
+        plain, form = of_linears(path), forms.head if module is head else forms.linears
+        return PLAIN if plain else form, isinstance(module, Conv1D)
+
+    return Checkpoint({name: _Said(tuple(each.shape), *of(name)) for name, each in state.items()})
+
+
+class _Said(Values):
+    """A parameter of which only the form is known. A group is at most a whole row."""
+
+    where, dtype = "a parameter whose tensors are not at hand", torch.bfloat16
+
+    def __init__(self, shape: tuple[int, ...], form: Form, is_transposed: bool) -> None:
+        self.shape, self.is_coded_transposed = shape, is_transposed and len(shape) > 1
+        inputs = shape[-2 if self.is_coded_transposed else -1] if shape else 1
+        self._kept = kept_in(replace(form, group=min(form.group, inputs)))
+        self.bits = self._kept.bits
+
+    def open(self) -> Rows:
+        raise NotImplementedError(self.where)
+
+    @property
+    def form(self) -> Form | None:
+        return self._kept.form
+
+
+def _kept(checkpoint: Checkpoint) -> dict[str, KeptAs]:
+    """How a checkpoint stores the matrices of each parameter, by the names of a Decoder."""
     return {
         name.removeprefix(OF_DECODER): KeptAs(each.form, each.bits)
-        for name, each in own.values.items()
+        for name, each in checkpoint.values.items()
         if len(each.shape) > 1
     }
 
@@ -129,7 +189,7 @@ def _table(module: nn.Module) -> nn.Embedding:
 
 
 def _of_rank(
-    model: huggingface.Description, dtype: str, ranks: int, checkpoint: Checkpoint | None = None
+    model: huggingface.Description, dtype: str, ranks: int, checkpoint: Checkpoint | None
 ) -> Model:
     """Rank 0's part of `ranks` of the model, over the numbers of `checkpoint`."""
     decoder = Decoder(model.module)

@@ -19,7 +19,7 @@ from kvgraph.compiler.checkpoint_files import Index, read_index, shard_paths, st
 from kvgraph.compiler.described import Experts, Linear, ModelSizes
 from kvgraph.compiler.frontends.folder import FULL, SLIDING, Config, checkpoint_dtype
 from kvgraph.compiler.frontends.lengths import ORIGINAL, RopeParameters, most_tokens
-from kvgraph.contract.dtypes import DTYPES, itemsize
+from kvgraph.contract.dtypes import DTYPES, FLOATS, itemsize
 
 Shapes = Mapping[str, tuple[int, ...]]
 
@@ -271,11 +271,11 @@ def _sizes(folder: Path, family: Family, config: Config, layers: int, by_shape: 
         if "num_local_experts" in config:
             raise InDoubtError("an index alone does not say how large its experts are")
         return _by_index(read_index(folder), expected, config, by_shape)
-    shapes = {
-        name: stored.shape
-        for name, stored in stored_tensors(folder, expected).items()
-        if not name.endswith(FREQUENCIES)
-    }
+    found = stored_tensors(folder, expected)
+    for name, each in found.items():
+        if each.dtype not in FLOATS:
+            raise InDoubtError(f"{name} is stored as {each.dtype}")
+    shapes = {name: each.shape for name, each in found.items() if not name.endswith(FREQUENCIES)}
     _require_names(set(shapes), expected)
     made = [_linear(shapes, f"{name}.weight", has_bias) for name, has_bias in linears.items()]
     if is_tied:

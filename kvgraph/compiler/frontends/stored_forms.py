@@ -5,10 +5,18 @@ Plans use them to compute bytes of weights whose tensors are not at hand.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from kvgraph.compiler.frontends.folder import Config, block_of, first_of, quantization
+from kvgraph.compiler.frontends.left_plain import (
+    CLASS,
+    Group,
+    groups_for,
+    is_start,
+    spellings,
+    targets_of,
+)
 from kvgraph.ops.packed import (
     E2M1,
     E4M3,
@@ -64,9 +72,13 @@ class StoredForms:
     head: Form = PLAIN
 
 
-def stored_forms(config: Config) -> StoredForms:
+def stored_forms(config: Config, names: Sequence[str] = ()) -> StoredForms:
     """The stored forms of a quantised checkpoint. If its configuration names several forms, the one
-    with the most bits is taken."""
+    with the most bits is taken.
+
+    `names`: names of a layer, or of parts of it; forms that the configuration gives to other layers
+    alone do not count.
+    """
     given = quantization(config) or {}
     if given.get("quant_method") == "mxfp4":
         return StoredForms(PLAIN, Form(4, MXFP4_GROUP, E2M1))
@@ -74,17 +86,14 @@ def stored_forms(config: Config) -> StoredForms:
         form = _of_float8(given.get("weight_block_size"))
         return StoredForms(form, form)
     if str(given.get("quant_method")).startswith("modelopt"):
-        forms = [_of_modelopt(one) for one in _each_of_modelopt(given)]
+        forms = [_of_modelopt(one) for one in _each_of_modelopt(given, names)]
         widest = max(forms, key=lambda form: form.bits, default=PLAIN)
         return StoredForms(widest, widest)
-    groups = given.get("config_groups")
-    rules = (given.get("dynamic") or {}).items()  # GPTQ: settings that some layers override
-    others = [rule for name, rule in rules if isinstance(rule, dict) and name[:2] != "-:"]
-    each = [given, *({**given, **rule} for rule in others)]
     packing = given.get("format")
-    forms = [_form(one, str(packing)) for one in each]
-    if groups:
-        forms = [_of_group(one, packing) for one in groups.values() if _has_weights(one)]
+    if given.get("config_groups"):
+        forms = [_of_group(one, packing) for one in _groups(given, names)]
+    else:
+        forms = [_form(one, str(packing)) for one in _settings(given, names)]
     widest = max(forms, key=lambda form: form.bits, default=PLAIN)
     return StoredForms(widest, widest)
 
@@ -113,26 +122,49 @@ def doubts_of(config: Config, *, has_experts: bool) -> Iterator[str]:
             )
 
 
-def _each_of_modelopt(given: Config) -> list[Config]:
-    """The objects that name an algorithm: one for all layers, or one for each layer."""
+def _settings(given: Config, names: Sequence[str]) -> Iterator[Config]:
+    """The settings of all layers, and those that rules of GPTQ's `dynamic` give to some; with
+    `names` those of that layer."""
+    rules = {
+        pattern.removeprefix("+:"): rule
+        for pattern, rule in (given.get("dynamic") or {}).items()
+        if isinstance(rule, dict) and not pattern.startswith("-:")
+    }
+    spelled = [each for name in names for each in spellings(name)]
+    for pattern, rule in rules.items():
+        if not names:
+            yield {**given, **rule}
+        elif any(is_start(pattern, name) for name in spelled):
+            yield {**given, **rule}
+            return
+    yield given
+
+
+def _each_of_modelopt(given: Config, names: Sequence[str] = ()) -> list[Config]:
+    """The objects that name an algorithm: one for all layers, or one for each layer, or with
+    `names` those of that layer."""
     mixed = given.get("quantized_layers")
-    each = list(mixed.values()) if isinstance(mixed, dict) else [given]
-    return [one for one in each if isinstance(one, dict)]
+    if not isinstance(mixed, dict):
+        return [given]
+    named = [mixed[each] for name in names for each in spellings(name) if each in mixed]
+    return [one for one in named or mixed.values() if isinstance(one, dict)]
 
 
 def _of_modelopt(given: Config) -> Form:
     return MODELOPT.get(str(given.get("quant_algo")).upper(), PLAIN)
 
 
-def _has_weights(group: Config | list[object]) -> bool:
-    """Whether a group quantises weights: other groups are for activations or a cache only.
+def _groups(given: Config, names: Sequence[str]) -> list[Group]:
+    """Groups of compressed-tensors with weights; with `names` those that name the layer or, if
+    there are none, those for all linear layers, if there are any."""
+    groups = [group for _, group in groups_for(given)]
+    named = [group for _, group in groups_for(given, *names)]
+    if len(named) < len(groups):
+        return named
+    return (names and [each for each in groups if CLASS in targets_of(each)]) or groups
 
-    A list is a scheme that is given by its name, which may quantise weights.
-    """
-    return isinstance(group, list) or bool(group.get("weights"))
 
-
-def _of_group(group: Config | list[object], packing: object) -> Form:
+def _of_group(group: Group, packing: object) -> Form:
     """The form of a compressed-tensors group. `packing`: format of groups that name none."""
     if isinstance(group, list):
         return PLAIN

@@ -20,8 +20,8 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from kvgraph.compiler.checkpoint import Checkpoint
 from kvgraph.compiler.checkpoint_files import StoredTensor, stored_tensors
 from kvgraph.compiler.frontends.conversion import language_part, of_parameters
-from kvgraph.compiler.frontends.folder import Config, quantization
-from kvgraph.compiler.frontends.left_over import incomplete, left_over
+from kvgraph.compiler.frontends.folder import INSTEAD, Config, quantization
+from kvgraph.compiler.frontends.left_over import incomplete, left_over, notes_of
 from kvgraph.compiler.frontends.stored import HEAD, TABLE
 from kvgraph.compiler.quantized import gguf, weights_of
 from kvgraph.compiler.quiet import first_line
@@ -48,7 +48,8 @@ class Located:
 
     `why`: why transformers has to load the values. `instead`: the next step for the user if it
     cannot. `form`: the quantised form of the weights, as text. `left`: tensors of the checkpoint
-    for which the model has no parameter.
+    for which the model has no parameter. `apart`: names of a tied parameter that are stored with
+    different values, which transformers unties.
     """
 
     checkpoint: Checkpoint | None
@@ -56,6 +57,13 @@ class Located:
     form: str = ""
     instead: str = ""
     left: Sequence[str] = ()
+    apart: Sequence[str] = ()
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Notes on tensors that are left out, and on the quantised form."""
+        form = (f"weights: the checkpoint's are {self.form}",) if self.form else ()
+        return (*notes_of(self.left), *form)
 
 
 @contextlib.contextmanager
@@ -136,9 +144,9 @@ def locate(
         is_tied = any(getattr(each, "tie_word_embeddings", False) for each in said)
         if is_apart and TABLE in values and is_tied:
             values.setdefault(HEAD, values[TABLE])
-    why, step = _why_not(model, folder, stored, read, values)
+    why, step, apart = _why_not(model, folder, stored, read, values)
     if why:
-        return Located(None, why, form, step)
+        return Located(None, why, form, step, apart=apart)
     own = [name for name in given.others if larger is None or name not in read]
     left = left_over(model, own, given.named)
     found: dict[str, Values] = {}
@@ -153,19 +161,19 @@ def locate(
     return Located(Checkpoint(found), "", form, left=left)
 
 
-def sources(model: PreTrainedModel, folder: Path, config: Config, larger: str) -> dict[str, Values]:
-    """The sources of `model`'s parameters by all their names; empty if they cannot be read as
-    stored.
-
-    `larger`: the type of the checkpoint's whole model, if `model` is its language part; else empty.
-    ModelError or UnsupportedError: tensors do not fit each other or the model, or cannot be read.
-    """
-    given = _tensors(model, folder, config, larger)
-    values = {} if isinstance(given, Located) else given.values
-    found: dict[str, Values] = {}
-    for names, _ in _wanted(model):
-        found |= {name: values[own] for own in names if own in values for name in names}
-    return found
+def require_loadable(located: Located, folder: Path, config: Config, *, is_built: bool) -> None:
+    """Raise UnsupportedError if transformers would have to load the values of `located`, and
+    cannot. `is_built`: the model is a language part that transformers does not load by itself."""
+    if located.checkpoint is not None:
+        return
+    if quantization(config) is not None:
+        step = f"{located.instead}, or {INSTEAD}" if located.instead else INSTEAD
+        raise UnsupportedError(f"{folder}: quantised weights: {located.why}; {step}")
+    if is_built:
+        hint = f"; {located.instead}" if located.instead else ""
+        raise UnsupportedError(
+            f"{folder}: the language part of {config['model_type']!r}: {located.why}{hint}"
+        )
 
 
 @dataclass(frozen=True)
@@ -184,7 +192,10 @@ class _Tensors:
 def _tensors(
     model: PreTrainedModel, folder: Path, config: Config, larger: str
 ) -> _Tensors | Located:
-    """The checkpoint's tensors, or why transformers has to load them; see `sources`."""
+    """The checkpoint's tensors, or why transformers has to load them.
+
+    `larger`: the type of the checkpoint's whole model, if `model` is its language part; else empty.
+    """
     given = quantization(config)
     if given is not None and given["quant_method"] == "gguf":
         return _Tensors(*gguf.weights(model, config))
@@ -211,8 +222,9 @@ def _why_not(
     stored: Mapping[str, StoredTensor],
     read: Mapping[str, Values],
     values: Mapping[str, Values],
-) -> tuple[str, str]:
-    """Why `values` cannot be read as stored, and the next step if there is one; else empty."""
+) -> tuple[str, str, list[str]]:
+    """Why `values` cannot be read as stored, the next step if there is one, and the tied names that
+    differ; else empty."""
     state = model.state_dict(keep_vars=True)
     for names, shape in _wanted(model):
         kinds = [stored[n].dtype for n in names if n in stored and not _is_read(read.get(n))]
@@ -224,13 +236,13 @@ def _why_not(
                 f"got {got}; save the model in its own dtype"
             )
         if kinds:
-            return f"{names[0]} is stored as {kinds[0]}", ""
+            return f"{names[0]} is stored as {kinds[0]}", "", []
         present = [name for name in names if name in values]
         each = [Cast(values[name], state[name].dtype) for name in present]
         if any(not _are_equal(each[0], other) for other in each[1:]):
             step = UNTIE if HEAD in present else ""
-            return f"tied {' and '.join(present)} differ", step
-    return "", ""
+            return f"tied {' and '.join(present)} differ", step, present
+    return "", "", []
 
 
 def _are_equal(a: Values, b: Values) -> bool:

@@ -7,7 +7,7 @@ model. At most one packed tensor is in memory at a time.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 from kvgraph.compiler.checkpoint_files import StoredTensor, shards_of
@@ -42,6 +42,9 @@ WITH_SCALES = ("F8_E4M3", "F8_E5M2", "F8_E8M0", "I8")
 
 PACKED = (".qweight", ".weight_packed")
 """Ends of names of tensors that mean nothing without scales, whatever their type."""
+
+SCALES = (".weight_scale", ".weight_scale_inv", ".weight.absmax", ".SCB")
+"""Ends of names of scales."""
 
 OLDER_CONFIGS = ("quantize_config.json", "quant_config.json")
 """Files in which early AutoGPTQ and AutoAWQ wrote the settings that are in config.json now."""
@@ -91,6 +94,16 @@ def _require_scales(folder: Path, others: Mapping[str, StoredTensor]) -> None:
             raise UnsupportedError(
                 f"{folder}: {name}: expected numbers that quantization_config in config.json says "
                 f"the scales of, got {each.dtype}; {_instead(folder)}"
+            )
+
+
+def require_plain_names(folder: Path, names: Iterable[str]) -> None:
+    """Raise UnsupportedError if tensors with these names need scales; they are not at hand."""
+    for name in sorted(names):
+        if name.endswith((*PACKED, *SCALES)):
+            raise UnsupportedError(
+                f"{folder}: expected quantization_config in config.json for tensors such as "
+                f"{name}, got none; {_instead(folder)}"
             )
 
 
