@@ -14,6 +14,7 @@ from kvgraph.compiler.frontends.stored_forms import GGUF_BLOCKS
 from kvgraph.compiler.quantized.gguf_coded import CODED
 from kvgraph.errors import ModelError
 from kvgraph.ops.packed import EIGHTHS, LEVELS
+from tests.compiler.conftest import EXPERTS
 from tests.compiler.test_gguf import WIDE
 from tests.compiler.test_stored_weights import nodes, weights_of
 from tests.support import gguf_files
@@ -151,3 +152,24 @@ def test_gpus_have_kernels_of_minima_but_not_of_levels(kind: str, tmp_path: Path
         path, tmp_path / "a", target="cuda:sm_80", dtype="bfloat16", page_size=16
     )
     assert any("are rounded to int4" in note for note in manifest.notes) == (kind == "IQ4_NL")
+
+
+@pytest.mark.parametrize(
+    ("gate", "up", "bits", "said"),
+    [
+        ("Q6_K", "Q3_K", 8, "rounded to int8"),
+        ("Q5_K", "Q4_K", 8, "rounded to int8"),
+        ("F16", "Q4_0", 16, "rounded to bf16"),
+        ("MXFP4", "Q4_0", 8, "rounded to int8"),
+    ],
+)
+def test_gate_and_up_of_other_types_have_the_bits_of_the_larger_one(
+    gate: str, up: str, bits: int, said: str, tmp_path: Path
+) -> None:
+    sizes = {"hidden_size": 256, "head_dim": 64, "moe_intermediate_size": 256}
+    folder = make_model("qwen3_moe", tmp_path / "m", num_hidden_layers=1, **EXPERTS | sizes)
+    kinds = {"ffn_gate_exps": gate, "ffn_up_exps": up}
+    path = gguf_files.make(folder, tmp_path / "model.gguf", "Q8_0", kinds=kinds)
+    manifest = kvgraph.compile(path, tmp_path / "a", page_size=16, check=False)
+    assert [node[1]["bits"] for node in nodes(tmp_path / "a") if node[0] == "experts"] == [bits, 8]
+    assert any(said in note for note in manifest.notes)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +24,7 @@ from kvgraph.compiler.frontends.gguf_fields import (
     refuse,
     require_kinds,
 )
+from kvgraph.compiler.joined_forms import PLAIN_BITS
 from kvgraph.compiler.quiet import first_line, quiet_loggers
 from kvgraph.contract.generation import GENERATION
 from kvgraph.contract.leftovers import scratch
@@ -139,11 +140,12 @@ def is_decoded(kind: GGMLQuantizationType) -> bool:
     return True
 
 
-def nearest_bits(tensors: Sequence[ReaderTensor]) -> int | None:
-    """Bits of packed weights (4 or 8) nearest to the tensors' bits per element; None: floats."""
-    elements = sum(int(tensor.n_elements) for tensor in tensors)
-    bits = 8 * sum(int(tensor.n_bytes) for tensor in tensors) / max(1, elements)
-    return 4 if bits < 5.5 else 8 if bits < 10 else None
+def nearest_bits(tensor: ReaderTensor) -> int:
+    """Bits of the packed weights that are nearest to the tensor's bits per element: 4, 8, or 16 for
+    floats. FP4 is nearest to 8 bits: 4 bits would round floats again."""
+    bits = 8 * int(tensor.n_bytes) / max(1, int(tensor.n_elements))
+    is_fp4 = tensor.tensor_type.name == "MXFP4"
+    return 4 if bits < 5.5 and not is_fp4 else 8 if bits < 10 else PLAIN_BITS
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,6 @@ from kvgraph.compiler.frontends.folder import Config
 from kvgraph.compiler.frontends.gguf_fields import field, refuse
 from kvgraph.compiler.frontends.gguf_file import nearest_bits, open_file
 from kvgraph.compiler.frontends.gguf_rope import is_rotary
-from kvgraph.compiler.joined_forms import PLAIN_BITS
 from kvgraph.compiler.quantized.gguf_blocks import (
     Blocks,
     Data,
@@ -108,16 +107,21 @@ def _values(
     shape: tuple[int, ...],
 ) -> Values:
     _require_count(path, tensors, shape)
-    where, bits = f"{path}: {tensors[0].name}", nearest_bits(tensors) or PLAIN_BITS
-    found = _made_of(name, tensors, processor, shape)
+    where, each = f"{path}: {tensors[0].name}", [nearest_bits(tensor) for tensor in tensors]
+    found, kind, bits = _made_of(name, tensors, processor, shape), kind_of(tensors), max(each)
+    made: Values
     if found is None:
         compute = partial(_decode, path, name, tensors, processor, shape)
-        return Converted(where, shape, torch.float32, compute, bits)
-    data, is_transposed = found
-    kind = kind_of(tensors)
-    if kind is None:
-        return Decoded(where, shape, bits, data, is_transposed=is_transposed)
-    return Blocks(where, shape, bits, data, kind, is_transposed=is_transposed)
+        made = Converted(where, shape, torch.float32, compute, bits)
+    else:
+        data, is_transposed = found
+        made = (
+            Decoded(where, shape, bits, data, is_transposed=is_transposed)
+            if kind is None
+            else Blocks(where, shape, bits, data, kind, is_transposed=is_transposed)
+        )
+    made.least_bits = min(each)
+    return made
 
 
 def _made_of(

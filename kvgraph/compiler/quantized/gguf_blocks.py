@@ -15,7 +15,7 @@ from kvgraph.compiler.frontends.stored_forms import GGUF_BLOCKS
 from kvgraph.compiler.quantized.gguf_coded import CODED
 from kvgraph.compiler.values import CodedRows, Rows, Values
 from kvgraph.contract.dims import Array
-from kvgraph.ops.packed import E2M1, Form
+from kvgraph.ops.packed import Form
 
 if TYPE_CHECKING:
     from gguf import ReaderTensor
@@ -86,10 +86,8 @@ class Blocks(Decoded):
         *,
         is_transposed: bool,
     ) -> None:
-        form = GGUF_BLOCKS[kind]
-        own = 8 if form.codes == E2M1 else bits  # 4 bits would round floats again
-        super().__init__(where, shape, own, data, is_transposed=is_transposed)
-        self._form, self._coded = form, CODED[kind]
+        super().__init__(where, shape, bits, data, is_transposed=is_transposed)
+        self._form, self._coded = GGUF_BLOCKS[kind], CODED[kind]
 
     @property
     def form(self) -> Form | None:
