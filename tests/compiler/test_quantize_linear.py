@@ -117,7 +117,7 @@ def test_experts_stay_near(bits: int, most: float, tmp_path: Path) -> None:
     plain, _ = program_of(folder_of("qwen3_moe", tmp_path), "float32")
     quantized(program, bits)
     (node, *_) = [node for node in program.graph.nodes if node.target is FUSED]
-    assert node.kwargs["bits"] == bits
+    assert node.kwargs["up_bits"] == node.kwargs["down_bits"] == bits
     with torch.no_grad():
         found = program.module()(*step(signature, "bfloat16", [1, 9, 25]))[0].float()
         expected = plain.module()(*step(signature, "float32", [1, 9, 25]))[0]
