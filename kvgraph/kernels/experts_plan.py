@@ -18,6 +18,7 @@ from kvgraph.kernels.matrix_tiles import (
     ROLES,
     MatrixTiles,
     absent_operands,
+    form_given,
     matrix_tiles,
     product_constants,
     role_of,
@@ -26,8 +27,7 @@ from kvgraph.kernels.matrix_tiles import (
 from kvgraph.kernels.shapes import power_of_two
 from kvgraph.kernels.variants import Constant, Variant
 from kvgraph.ops.matrices import stored_dtype
-from kvgraph.ops.packed import SILU, WITH_OFFSETS, Form
-from kvgraph.ops.packed_rules import form_of
+from kvgraph.ops.packed import SILU, Form
 
 MOST_EXPERTS = 1024
 """Most experts of a layer: a program that places tiles has all their offsets in registers."""
@@ -66,8 +66,8 @@ class ExpertsShape:
         experts, both, _ = shapes["up"]
         return cls(
             dtype=dtype,
-            up=_form(shapes, attributes, "up_"),
-            down=_form(shapes, attributes, "down_"),
+            up=form_given(shapes, attributes, "up_"),
+            down=form_given(shapes, attributes, "down_"),
             experts=experts,
             active=shapes["indices"][1],
             in_features=shapes["x"][1],
@@ -86,14 +86,6 @@ class ExpertsShape:
             raise UnsupportedError(
                 f"experts: expected at most {MOST_EXPERTS} in a layer on cuda, got {self.experts}"
             )
-
-
-def _form(
-    shapes: Mapping[str, tuple[int, ...]], attributes: Mapping[str, float], stem: str
-) -> Form:
-    """The form of the weight with this stem."""
-    bits, group, codes = (int(attributes[name]) for name in form_of(stem))
-    return Form(bits, group, codes, f"{stem}group_bytes" in shapes and codes in WITH_OFFSETS)
 
 
 def experts_variants(shape: ExpertsShape, arch: str) -> tuple[Variant, ...]:

@@ -19,6 +19,7 @@ from kvgraph.kernels.matrix_tiles import (
     SPREAD_COLUMNS,
     MatrixTiles,
     absent_operands,
+    form_given,
     linear_roles,
     linear_tiles,
     product_constants,
@@ -27,7 +28,7 @@ from kvgraph.kernels.matrix_tiles import (
 from kvgraph.kernels.shapes import MULTIPROCESSORS, power_of_two
 from kvgraph.kernels.variants import ALIGNMENT, Constant, Variant, absent_of
 from kvgraph.ops.matrices import stored_dtype
-from kvgraph.ops.packed import E4M3, INTEGERS, WITH_OFFSETS, Form
+from kvgraph.ops.packed import E4M3, INTEGERS, Form
 
 SPLIT_SUFFIX = "_split"
 PROGRAMS = 2.1
@@ -76,16 +77,17 @@ class LinearShape:
         """The shape of a call with x of `dtype`, from the shapes of its operands; it is the same
         when kernels are compiled and when they are launched."""
         first, second, third = (int(attributes[f"out_features{s}"]) for s in ("", "_1", "_2"))
+        form = form_given(shapes, attributes)
         return cls(
             dtype=dtype,
-            bits=int(attributes["bits"]),
+            bits=form.bits,
             in_features=shapes["x"][-1],
             out_features=(first, second, third),
             gated=bool(attributes["silu_mul"]),
             bias="bias" in shapes,
-            group=int(attributes["group"]),
-            codes=int(attributes["codes"]),
-            offsets="group_bytes" in shapes and attributes["codes"] in WITH_OFFSETS,
+            group=form.group,
+            codes=form.codes,
+            offsets=form.has_offsets,
             rounds=bool(attributes["x_bits"]),
         )
 

@@ -18,7 +18,8 @@ from kvgraph.errors import UnsupportedError
 from kvgraph.kernels.shapes import capability
 from kvgraph.kernels.variants import Constant, absent_of
 from kvgraph.ops.matrices import group_of, span_of
-from kvgraph.ops.packed import E4M3, Form
+from kvgraph.ops.packed import E4M3, WITH_OFFSETS, Form
+from kvgraph.ops.packed_rules import form_of
 
 FEW_ROWS = 16
 ROLES_OF_OTHERS = {"few": FEW_ROWS, "many": 0}
@@ -155,6 +156,14 @@ def _tiles_of_sm_90(few: bool, form: Form, half: int, spread: bool) -> MatrixTil
 def _inputs_of_step(form: Form) -> int:
     """Bytes of a weight's row that a step loads: half a span of nibbles, or inputs of a scale."""
     return span_of(form.group) // 2 if form.bits == 4 else form.group or 128
+
+
+def form_given(
+    shapes: Mapping[str, tuple[int, ...]], attributes: Mapping[str, float], stem: str = ""
+) -> Form:
+    """The form of a call's weight with this stem, from its operands' shapes and its attributes."""
+    bits, group, codes = (int(attributes[name]) for name in form_of(stem))
+    return Form(bits, group, codes, f"{stem}group_bytes" in shapes and codes in WITH_OFFSETS)
 
 
 def absent_operands(form: Form, has_bias: bool, prefix: str = "") -> frozenset[str]:

@@ -92,11 +92,7 @@ def _shape(up: Variant, down: Variant, experts: int) -> ExpertsShape:
 def _form(variant: Variant, group_bytes: str) -> Form:
     """The form of a kernel's weight. `group_bytes`: its operand with the bytes of groups."""
     bits, group, codes = (int(str(variant.constants[name])) for name in ("BITS", "GROUP", "CODES"))
-    return Form(bits, group, codes, _has_offsets(variant, group_bytes))
-
-
-def _has_offsets(variant: Variant, operand: str) -> bool:
-    return operand not in variant.absent and variant.constants["CODES"] in WITH_OFFSETS
+    return Form(bits, group, codes, group_bytes not in variant.absent and codes in WITH_OFFSETS)
 
 
 def experts_trial(shape: ExpertsShape, arch: str, name: str, rows: int = 0) -> Trial:
@@ -131,20 +127,18 @@ def experts_trial(shape: ExpertsShape, arch: str, name: str, rows: int = 0) -> T
 
 def linear_shape(variant: Variant) -> LinearShape:
     """The shape that a kernel of `quantized_linear` was compiled for."""
-    given = {
-        name: int(str(variant.constants[name]))
-        for name in ("BITS", "GROUP", "CODES", "IN", *WIDTHS)
-    }
+    form = _form(variant, "group_bytes")
+    given = {name: int(str(variant.constants[name])) for name in ("IN", *WIDTHS)}
     return LinearShape(
         dtype=variant.dtype,
-        bits=given["BITS"],
+        bits=form.bits,
         in_features=given["IN"],
         out_features=(given["OUT"], given["OUT_1"], given["OUT_2"]),
         gated=bool(variant.constants["GATED"]),
         bias="bias" not in variant.absent,
-        group=given["GROUP"],
-        codes=given["CODES"],
-        offsets=_has_offsets(variant, "group_bytes"),
+        group=form.group,
+        codes=form.codes,
+        offsets=form.has_offsets,
         rounds="x" in variant.absent,
     )
 

@@ -96,10 +96,8 @@ FUSED_EXPERTS = spec.OpSpec(
     ),
     outputs=(spec.Operand("out", ("rows", "in_features"), spec.ACTIVATION),),
     attributes=(
-        spec.Attribute("up_bits", "int", 0),
-        *matrices.group_attributes("up_"),
-        spec.Attribute("down_bits", "int", 0),
-        *matrices.group_attributes("down_"),
+        *packed_rules.attributes("up_", default_bits=0),
+        *packed_rules.attributes("down_", default_bits=0),
         *packed_rules.GATE_ATTRIBUTES,
     ),
     reference=fused_experts,

@@ -8,7 +8,7 @@ layers of one input are one product, and so are gate and up, whose rows alternat
 from __future__ import annotations
 
 from kvgraph.contract.dims import Array
-from kvgraph.ops import matrices, packed, spec
+from kvgraph.ops import matrices, packed, packed_rules, spec
 
 
 def quantized_linear(
@@ -83,8 +83,7 @@ QUANTIZED_LINEAR = spec.OpSpec(
         spec.Attribute("out_features", "int"),
         spec.Attribute("out_features_1", "int", 0),
         spec.Attribute("out_features_2", "int", 0),
-        spec.Attribute("bits", "int"),
-        *matrices.group_attributes(),
+        *packed_rules.attributes(),
         spec.Attribute("silu_mul", "int", 0),
         spec.Attribute("x_bits", "int", 0),
     ),

@@ -179,12 +179,6 @@ def operands(
     )
 
 
-def group_attributes(stem: str = "") -> tuple[spec.Attribute, ...]:
-    """Attributes of the form of the weight with this stem, besides bits."""
-    _, group, codes = form_of(stem)
-    return spec.Attribute(group, "int", 0), spec.Attribute(codes, "int", INTEGERS)
-
-
 def known_bits(stem: str) -> spec.Rule:
     """Rule that the bits of the weight with this stem are supported."""
     bits, *_ = form_of(stem)

@@ -66,11 +66,11 @@ def form_of(stem: str) -> tuple[str, ...]:
     return tuple(f"{stem}{name}" for name in FORM)
 
 
-def attributes(stem: str = "") -> tuple[spec.Attribute, ...]:
+def attributes(stem: str = "", default_bits: int | None = None) -> tuple[spec.Attribute, ...]:
     """The attributes that `form_of` names."""
     bits, group, codes = form_of(stem)
     return (
-        spec.Attribute(bits, "int"),
+        spec.Attribute(bits, "int", default_bits),
         spec.Attribute(group, "int", 0),
         spec.Attribute(codes, "int", INTEGERS),
     )

@@ -24,7 +24,8 @@ from kvgraph.compiler.frontends.gguf_fields import (
     refuse,
     require_kinds,
 )
-from kvgraph.compiler.joined_forms import PLAIN_BITS
+from kvgraph.compiler.frontends.stored_forms import GGUF_BLOCKS
+from kvgraph.compiler.joined_forms import PLAIN_BITS, kept_in
 from kvgraph.compiler.quiet import first_line, quiet_loggers
 from kvgraph.contract.generation import GENERATION
 from kvgraph.contract.leftovers import scratch
@@ -141,11 +142,13 @@ def is_decoded(kind: GGMLQuantizationType) -> bool:
 
 
 def nearest_bits(tensor: ReaderTensor) -> int:
-    """Bits of the packed weights that are nearest to the tensor's bits per element: 4, 8, or 16 for
-    floats. FP4 is nearest to 8 bits: 4 bits would round floats again."""
+    """Bits of the packed weights that are nearest to the tensor's form, or to its bits per element:
+    4, 8, or 16 for floats."""
+    form = GGUF_BLOCKS.get(tensor.tensor_type.name)
+    if form is not None:
+        return kept_in(form).bits
     bits = 8 * int(tensor.n_bytes) / max(1, int(tensor.n_elements))
-    is_fp4 = tensor.tensor_type.name == "MXFP4"
-    return 4 if bits < 5.5 and not is_fp4 else 8 if bits < 10 else PLAIN_BITS
+    return 4 if bits < 5.5 else 8 if bits < 10 else PLAIN_BITS
 
 
 @dataclass(frozen=True)

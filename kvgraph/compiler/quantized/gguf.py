@@ -115,11 +115,9 @@ def _values(
         made = Converted(where, shape, torch.float32, compute, bits)
     else:
         data, is_transposed = found
-        made = (
-            Decoded(where, shape, bits, data, is_transposed=is_transposed)
-            if kind is None
-            else Blocks(where, shape, bits, data, kind, is_transposed=is_transposed)
-        )
+        made = Decoded(where, shape, bits, data, is_transposed=is_transposed)
+        if kind is not None:
+            made = Blocks(where, shape, bits, data, kind, is_transposed=is_transposed)
     made.least_bits = min(each)
     return made
 
