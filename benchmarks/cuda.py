@@ -264,7 +264,7 @@ def compile_kernels(arch: str, folder: Path) -> None:
 
 
 def _variants(arch: str) -> Iterator[variants.Variant]:
-    yield variants.store_variant(LLAMA_8B.cache, None)
+    yield variants.store_variant(LLAMA_8B)
     for pool in ("bfloat16", *QUANTIZED):
         yield from variants.attention_variants(shape_of(pool), arch)
     yield from product_variants(arch)

@@ -65,7 +65,7 @@ BUGS = (
     Bug(
         "rotated-backwards",
         "ops",
-        "plugins/cpu/rope.cpp",
+        "plugins/cpu/heads.cpp",
         "y * cosines[i] + x * sines[i]",
         "y * cosines[i] - x * sines[i]",
         f"{CONFORMS}[update_and_attend-float32-float32-6x2x16-p16-softcap-rope0-mixed-native]",

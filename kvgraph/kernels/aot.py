@@ -123,7 +123,7 @@ def all_attention_variants(shape: AttentionShape, arch: str) -> list[Variant]:
     """
     shape.check()
     shapes.check_arch(shape.cache, arch)
-    store = variants.store_variant(shape.cache, shape.rope)
+    store = variants.store_variant(shape)
     return [store, *variants.attention_variants(shape, arch)]
 
 

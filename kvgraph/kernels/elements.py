@@ -1,4 +1,4 @@
-"""Device functions on elements: quantised storage, rotary embedding."""
+"""Device functions on elements: quantised storage, RMSNorm and rotary embedding of heads."""
 
 import triton
 import triton.language as tl
@@ -55,35 +55,51 @@ def encode(x, QUANTIZED: tl.constexpr, dtype: tl.constexpr):
 
 
 @triton.jit
-def rotate(
+def prepare(
     x,
     pointers,
     mask,
     width,
+    norm,
     cos_sin,
     position,
+    HEAD_DIM: tl.constexpr,
+    NORM: tl.constexpr,
+    EPSILON: tl.constexpr,
+    OFFSET: tl.constexpr,
     ROTARY: tl.constexpr,
     INTERLEAVED: tl.constexpr,
 ):
-    """Rotate rows of heads `x [M, W]`, loaded from `pointers` under `mask`, to `position [M]`.
+    """Normalise rows of heads `x [M, W]`, loaded from `pointers` under `mask`, with the weight
+    `norm [HEAD_DIM]` (if NORM), and rotate them to `position [M]` (if ROTARY).
 
-    `width`: `arange(0, W)`. Elements from ROTARY on do not change. The result has x's dtype.
+    `width`: `arange(0, W)`. Elements from ROTARY on are not rotated. The result has x's dtype.
     """
-    half: tl.constexpr = ROTARY // 2
-    if INTERLEAVED:
-        angle = width // 2
-        second = (width % 2) == 1
-        away = tl.where(second, -1, 1)
-    else:
-        angle = width % half
-        second = width >= half
-        away = tl.where(second, -half, half)
-    turns = width < ROTARY
-    live = mask & turns[None, :]
-    partner = tl.load(pointers + tl.where(turns, away, 0)[None, :], mask=live, other=0.0)
-    table = position.to(tl.int64)[:, None] * ROTARY + angle[None, :]
-    cos = tl.load(cos_sin + table, mask=live, other=1.0)
-    sin = tl.load(cos_sin + table + half, mask=live, other=0.0)
-    sin = tl.where(second[None, :], sin, -sin)
-    rotated = x.to(tl.float32) * cos + partner.to(tl.float32) * sin
-    return tl.where(live, rotated, x.to(tl.float32)).to(x.dtype)
+    wide = x.to(tl.float32)
+    if NORM:
+        rate = tl.rsqrt(tl.sum(wide * wide, 1) / HEAD_DIM + EPSILON)[:, None]
+        weight = tl.load(norm + width, mask=width < HEAD_DIM, other=0.0).to(tl.float32) + OFFSET
+        wide = wide * rate * weight[None, :]
+    if ROTARY:
+        half: tl.constexpr = ROTARY // 2
+        if INTERLEAVED:
+            angle = width // 2
+            second = (width % 2) == 1
+            away = tl.where(second, -1, 1)
+        else:
+            angle = width % half
+            second = width >= half
+            away = tl.where(second, -half, half)
+        turns = width < ROTARY
+        away = tl.where(turns, away, 0)
+        live = mask & turns[None, :]
+        partner = tl.load(pointers + away[None, :], mask=live, other=0.0).to(tl.float32)
+        if NORM:
+            weight = tl.load(norm + width + away, mask=turns, other=0.0).to(tl.float32) + OFFSET
+            partner = partner * rate * weight[None, :]
+        table = position.to(tl.int64)[:, None] * ROTARY + angle[None, :]
+        cos = tl.load(cos_sin + table, mask=live, other=1.0)
+        sin = tl.load(cos_sin + table + half, mask=live, other=0.0)
+        sin = tl.where(second[None, :], sin, -sin)
+        wide = tl.where(live, wide * cos + partner * sin, wide)
+    return wide.to(x.dtype)

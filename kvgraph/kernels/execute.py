@@ -28,7 +28,7 @@ from kvgraph.errors import ArtifactError, KernelError
 from kvgraph.kernels import matrix_trials, trials
 from kvgraph.kernels.linear_plan import roles_of
 from kvgraph.kernels.run_ptx import run_plan
-from kvgraph.kernels.shapes import AttentionShape, PoolShape, Rope
+from kvgraph.kernels.shapes import AttentionShape, HeadNorm, PoolShape, Rope
 from kvgraph.kernels.stored import StoredKernel, fitting, read_arch
 from kvgraph.kernels.trials import Trial
 from kvgraph.kernels.variants import (
@@ -253,6 +253,9 @@ def _shape(variant: Variant) -> AttentionShape:
         bool(given["SINKS"]),
         Rope(width["ROTARY"], bool(given["INTERLEAVED"])) if width["ROTARY"] else None,
         bool(given["CHUNKED"]),
+        HeadNorm(float(str(given["EPSILON"])), float(str(given["OFFSET"])))
+        if given["NORM"]
+        else None,
     )
 
 

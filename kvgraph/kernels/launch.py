@@ -82,7 +82,7 @@ class Sizes:
 
 
 def plan_store(shape: AttentionShape, arch: str, sizes: Sizes, layer: int) -> LaunchPlan:
-    """Plan store_kv of one layer. Operands: the op's, and cos_sin with rope."""
+    """Plan store_kv of one layer. Operands: the op's, cos_sin with rope, and k_norm with norm."""
     return _step_plans(b"store_kv", shape, arch, True, False, 0).plan(sizes, layer)
 
 
@@ -112,7 +112,8 @@ def plan_update_and_attend(
     stores: bool = True,
     multiprocessors: int = 0,
 ) -> LaunchPlan:
-    """Plan update_and_attend of one layer: k is rotated when stored, q when attention loads it.
+    """Plan update_and_attend of one layer: k is normalised and rotated when it is stored, q when
+    attention loads it.
 
     KernelError for impossible sizes.
     """
@@ -189,7 +190,7 @@ def _step_plans(
         attends=attends,
     )
     by_role = {
-        "store": store_variant(shape.cache, shape.rope),
+        "store": store_variant(shape),
         "prefill": prefill_variant(shape, arch),
         "decode": decode_variant(shape, arch, split=False),
         "decode_split": decode_variant(shape, arch, split=True),
@@ -200,7 +201,7 @@ def _step_plans(
 
 def constants(shape: AttentionShape) -> Constants:
     """Constants that the kernels of `shape` are compiled for."""
-    cache, rope = shape.cache, shape.rope
+    cache, rope, norm = shape.cache, shape.rope, shape.norm
     return Constants(
         scale=shape.scale,
         softcap=shape.softcap,
@@ -218,6 +219,9 @@ def constants(shape: AttentionShape) -> Constants:
         rotary_dim=rope.rotary_dim if rope else 0,
         dtype=DTYPES[cache.dtype].code,
         pool_dtype=DTYPES[cache.pool_dtype].code,
+        norms=norm is not None,
+        norm_epsilon=norm.epsilon if norm else 0.0,
+        norm_offset=norm.offset if norm else 0.0,
     )
 
 
@@ -225,7 +229,7 @@ def tiling(shape: AttentionShape, arch: str, multiprocessors: int = 0) -> Tiling
     """Sizes by which kernels of `arch` split a step. `multiprocessors`: 0 means those of a typical
     device."""
     return Tiling(
-        store_tokens=_int(store_variant(shape.cache, shape.rope), "BLOCK_R"),
+        store_tokens=_int(store_variant(shape), "BLOCK_R"),
         prefill_tokens=shapes.prefill_tiles(shape, arch).block_m // shape.group,
         decode_tokens=shapes.decode_tiles(shape, arch).block_m // shape.group,
         multiprocessors=multiprocessors or shapes.MULTIPROCESSORS[arch],

@@ -8,7 +8,7 @@ Scores are in units of log2(e): weights are powers of 2.
 import triton
 import triton.language as tl
 
-from kvgraph.kernels.elements import decode, rotate
+from kvgraph.kernels.elements import decode, prepare
 from kvgraph.kernels.keys import keys_of, part_of_keys
 from kvgraph.kernels.rows import row_of_tile, slot_of
 
@@ -194,6 +194,7 @@ def paged_attention(
     cos_sin,
     kv_scales,
     sinks,
+    q_norm,
     out,
     partial_out,
     partial_state,
@@ -221,6 +222,9 @@ def paged_attention(
     FP8_NATIVE: tl.constexpr,
     GRANULARITY: tl.constexpr,
     SCALE_V_TILE: tl.constexpr,
+    NORM: tl.constexpr,
+    EPSILON: tl.constexpr,
+    OFFSET: tl.constexpr,
     ROTARY: tl.constexpr,
     INTERLEAVED: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -272,8 +276,11 @@ def paged_attention(
     q_mask = valid_M[:, None] & (d < HEAD_DIM)[None, :]
     q_pointers = q + row_M[:, None] * HEAD_DIM + d[None, :]
     q_MD = tl.load(q_pointers, mask=q_mask, other=0.0)
-    if ROTARY:
-        q_MD = rotate(q_MD, q_pointers, q_mask, d, cos_sin, position_M, ROTARY, INTERLEAVED)
+    if NORM or ROTARY:
+        q_MD = prepare(
+            q_MD, q_pointers, q_mask, d, q_norm, cos_sin, position_M,
+            HEAD_DIM, NORM, EPSILON, OFFSET, ROTARY, INTERLEAVED,
+        )  # fmt: skip
 
     acc_ME = tl.zeros((BLOCK_M, BLOCK_E), tl.float32)
     if SINKS and not SPLIT:

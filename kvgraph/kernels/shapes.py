@@ -156,8 +156,17 @@ class Rope:
 
 
 @dataclass(frozen=True, slots=True)
+class HeadNorm:
+    """RMSNorm of q's and k's heads. `offset` is added to its weights."""
+
+    epsilon: float
+    offset: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
 class AttentionShape:
-    """Constants of one attention op. `rope`: None if update_and_attend gets no cos_sin."""
+    """Constants of one attention op. `rope`: None if update_and_attend gets no cos_sin; `norm`:
+    None if it gets no q_norm."""
 
     cache: PoolShape
     heads: int
@@ -168,6 +177,7 @@ class AttentionShape:
     sinks: bool = False
     rope: Rope | None = None
     chunked: bool = False
+    norm: HeadNorm | None = None
 
     @classmethod
     def of(cls, leaf: KVCacheParams, given: Mapping[str, Any]) -> AttentionShape:
@@ -176,6 +186,7 @@ class AttentionShape:
         has dtype and shape."""
         query, table = given["q"].meta["val"], given["cos_sin"]
         rotary_dim = None if table is None else table.meta["val"].shape[1]
+        norm = HeadNorm(given["norm_epsilon"], given["norm_offset"])
         return cls(
             cache=PoolShape.of(leaf, str(query.dtype).removeprefix("torch.")),
             heads=query.shape[1],
@@ -186,7 +197,20 @@ class AttentionShape:
             sinks=given["sinks"] is not None,
             rope=None if rotary_dim is None else Rope(rotary_dim, bool(given["rope_style"])),
             chunked=bool(given["chunked"]),
+            norm=None if given["q_norm"] is None else norm,
         )
+
+    @property
+    def head_constants(self) -> dict[str, int | float]:
+        """Constants of the kernels that load heads of q or k."""
+        norm, rope = self.norm, self.rope
+        return {
+            "NORM": norm is not None,
+            "EPSILON": norm.epsilon if norm else 0.0,
+            "OFFSET": norm.offset if norm else 0.0,
+            "ROTARY": rope.rotary_dim if rope else 0,
+            "INTERLEAVED": bool(rope and rope.interleaved),
+        }
 
     @property
     def group(self) -> int:

@@ -1,4 +1,4 @@
-"""Kernel of store_kv, and of the first half of update_and_attend (with rope).
+"""Kernel of store_kv, and of the first half of update_and_attend (with norm and rope of heads).
 
 Legend: R new tokens of a tile (all of one row), D head_dim, G groups with a scale each.
 """
@@ -6,7 +6,7 @@ Legend: R new tokens of a tile (all of one row), D head_dim, G groups with a sca
 import triton
 import triton.language as tl
 
-from kvgraph.kernels.elements import encode, rotate
+from kvgraph.kernels.elements import encode, prepare
 from kvgraph.kernels.rows import row_of_tile, slot_of
 
 
@@ -59,6 +59,7 @@ def store_kv(
     lookup_table,
     cos_sin,
     kv_scales,
+    k_norm,
     batch_size,
     layer,
     table_width,
@@ -72,6 +73,9 @@ def store_kv(
     QUANTIZED: tl.constexpr,
     LARGEST: tl.constexpr,
     GRANULARITY: tl.constexpr,
+    NORM: tl.constexpr,
+    EPSILON: tl.constexpr,
+    OFFSET: tl.constexpr,
     ROTARY: tl.constexpr,
     INTERLEAVED: tl.constexpr,
     BLOCK_R: tl.constexpr,
@@ -104,8 +108,11 @@ def store_kv(
     mask_RD = live_R[:, None] & (d < HEAD_DIM)[None, :]
     k_pointers = k + source_R[:, None] * HEAD_DIM + d[None, :]
     k_RD = tl.load(k_pointers, mask=mask_RD, other=0.0)
-    if ROTARY:
-        k_RD = rotate(k_RD, k_pointers, mask_RD, d, cos_sin, position_R, ROTARY, INTERLEAVED)
+    if NORM or ROTARY:
+        k_RD = prepare(
+            k_RD, k_pointers, mask_RD, d, k_norm, cos_sin, position_R,
+            HEAD_DIM, NORM, EPSILON, OFFSET, ROTARY, INTERLEAVED,
+        )  # fmt: skip
     slot_R = slot_of(page_R, offset_R, head, layer, 0, LAYERS, PAGE_SIZE, KV_HEADS)
     _store(
         k_RD, live_R, kv_blocks, kv_scales, slot_R,

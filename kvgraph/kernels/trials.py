@@ -112,6 +112,8 @@ def attention_trial(
         "cos_sin": _cos_sin(shape, int(bounds[0, 1])),
         "kv_scales": scales,
         "sinks": rng.standard_normal(shape.heads).astype("f4") if shape.sinks else None,
+        "q_norm": rng.standard_normal(cache.head_dim).astype(kind) if shape.norm else None,
+        "k_norm": rng.standard_normal(cache.head_dim).astype(kind) if shape.norm else None,
     }
     wanted = _reference(shape, {**given, "max_lengths": bounds}, layer)
     held = {key: array for key, array in given.items() if array is not None}
@@ -189,6 +191,8 @@ def _reference(
         "causal": int(shape.causal),
         "v_head_dim": cache.v_head_dim,
         "rope_style": int(bool(shape.rope and shape.rope.interleaved)),
+        "norm_epsilon": shape.norm.epsilon if shape.norm else 0.0,
+        "norm_offset": shape.norm.offset if shape.norm else 0.0,
     }
     named = {a.name for a in UPDATE_AND_ATTEND.attributes}
     with np.errstate(all="ignore"):

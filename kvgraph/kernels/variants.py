@@ -13,7 +13,7 @@ from typing import Any
 from kvgraph import ops
 from kvgraph.contract.dtypes import DTYPES
 from kvgraph.kernels import shapes
-from kvgraph.kernels.shapes import AttentionShape, PoolShape, Rope, Tiles, power_of_two
+from kvgraph.kernels.shapes import AttentionShape, PoolShape, Tiles, power_of_two
 from kvgraph.ops.spec import Operand, OpSpec
 
 ALIGNMENT = 16
@@ -71,14 +71,17 @@ INDEX = "input_row_offsets cache_lengths lookup_table"
 ROWS = "batch_size:i32 layer:i32 table_width:i32 tiles_per_row:i32 rows_below:i32"
 
 STORE_KV = _kernel(
-    "store_kv", "store_kv", ops.UPDATE_AND_ATTEND, f"kv_blocks k v {INDEX} cos_sin kv_scales {ROWS}"
+    "store_kv",
+    "store_kv",
+    ops.UPDATE_AND_ATTEND,
+    f"kv_blocks k v {INDEX} cos_sin kv_scales k_norm {ROWS}",
 )
 PAGED_ATTENTION = _kernel(
     "paged_attention",
     "paged_attention",
     ops.UPDATE_AND_ATTEND,
-    f"q kv_blocks {INDEX} cos_sin kv_scales sinks out partial_out:*fp32 partial_state:*fp32 "
-    f"{ROWS} new_above:i32 new_upto:i32 num_parts:i32",
+    f"q kv_blocks {INDEX} cos_sin kv_scales sinks q_norm out partial_out:*fp32 "
+    f"partial_state:*fp32 {ROWS} new_above:i32 new_upto:i32 num_parts:i32",
 )
 MERGE_PARTS = _kernel(
     "merge_parts",
@@ -202,17 +205,22 @@ class Variant:
 
 
 @lru_cache
-def store_variant(cache: PoolShape, rope: Rope | None) -> Variant:
+def store_variant(shape: AttentionShape) -> Variant:
+    cache = shape.cache
     constants: dict[str, Constant] = {
         **_pool_constants(cache),
         "LARGEST": DTYPES[cache.pool_dtype].largest,
         "GRANULARITY": cache.granularity,
-        **_rope_constants(rope),
+        **shape.head_constants,
         "BLOCK_R": 16,
         "BLOCK_D": power_of_two(cache.head_dim, 16),
         "BLOCK_E": power_of_two(cache.v_width, 16),
     }
-    absent = absent_of(cos_sin=rope is None, kv_scales=cache.quantized is None)
+    absent = absent_of(
+        cos_sin=shape.rope is None,
+        kv_scales=cache.quantized is None,
+        k_norm=shape.norm is None,
+    )
     return Variant(STORE_KV, "", cache.dtype, cache.pool_dtype, constants, 4, 2, absent)
 
 
@@ -274,7 +282,7 @@ def _attention_variant(shape: AttentionShape, arch: str, role: str, tiles: Tiles
         # In float16 a weight times a small scale may underflow; otherwise scaling weights is
         # cheaper.
         "SCALE_V_TILE": cache.dtype == "float16",
-        **_rope_constants(shape.rope),
+        **shape.head_constants,
         "PRECISION": "ieee" if cache.dtype == "float32" else "tf32",
         "SPLIT": split,
         "MIN_PART": shapes.MIN_PART,
@@ -287,6 +295,7 @@ def _attention_variant(shape: AttentionShape, arch: str, role: str, tiles: Tiles
         cos_sin=shape.rope is None,
         kv_scales=cache.quantized is None,
         sinks=not shape.sinks or split,
+        q_norm=shape.norm is None,
         out=split,
         partial_out=not split,
         partial_state=not split,
@@ -311,13 +320,6 @@ def _pool_constants(cache: PoolShape) -> dict[str, Constant]:
         "PAGE_SIZE": cache.page_size,
         "LAYERS": cache.num_layers,
         "QUANTIZED": cache.quantized,
-    }
-
-
-def _rope_constants(rope: Rope | None) -> dict[str, Constant]:
-    return {
-        "ROTARY": rope.rotary_dim if rope else 0,
-        "INTERLEAVED": bool(rope and rope.interleaved),
     }
 
 

@@ -82,6 +82,8 @@ if TYPE_CHECKING:
         cos_sin: Tensor | None = None,
         kv_scales: Tensor | None = None,
         sinks: Tensor | None = None,
+        q_norm: Tensor | None = None,
+        k_norm: Tensor | None = None,
         *,
         layer: int,
         scale: float,
@@ -91,9 +93,11 @@ if TYPE_CHECKING:
         v_head_dim: int = 0,
         chunked: int = 0,
         rope_style: int = 0,
+        norm_epsilon: float = 0.0,
+        norm_offset: float = 0.0,
     ) -> Tensor:
-        """One layer's cache work: rotate q and k (if cos_sin is given), store k and v,
-        attend."""
+        """One layer's cache work: RMSNorm of each head of q and k (if q_norm is given), rotate
+        them (if cos_sin is given), store k and v, attend."""
         ...
 
     def linear(

@@ -18,7 +18,7 @@ from typing import NamedTuple
 from kvgraph.errors import DeviceError, KernelError
 from kvgraph.ops.native import MESSAGE_BYTES, library_path, opened
 
-LAUNCH_ABI_VERSION = 2
+LAUNCH_ABI_VERSION = 3
 """Version of the C ABI in launch.h."""
 
 # Structs of launch.h. An argument is a kind, the alignment of a pointer, and 8 bytes of value.

@@ -13,7 +13,7 @@ from kvgraph.ops.cuda_native import LAUNCH_ABI_VERSION, launcher
 from kvgraph.ops.launch_names import ROLES, SCRATCH, VALUES
 from kvgraph.ops.native import INSTALL
 
-KERNELS_VERSION = 3
+KERNELS_VERSION = 4
 """Version of the record in the attribute `kernels` of a graph's node."""
 
 MAX_PLANNED, MAX_PARAMETERS = 4, 24
@@ -27,6 +27,8 @@ class Constants(ctypes.Structure):
     _fields_ = (
         ("scale", c_double),
         ("softcap", c_double),
+        ("norm_epsilon", c_double),
+        ("norm_offset", c_double),
         ("window", c_int32),
         ("chunked", c_int32),
         ("causal", c_int32),
@@ -41,6 +43,8 @@ class Constants(ctypes.Structure):
         ("rotary_dim", c_int32),
         ("dtype", c_int32),
         ("pool_dtype", c_int32),
+        ("norms", c_int32),
+        ("reserved", c_int32),
     )
 
 

@@ -16,7 +16,7 @@ from kvgraph.ops._store_kv import STORE_KV
 from kvgraph.ops._update_and_attend import UPDATE_AND_ATTEND
 from kvgraph.ops.spec import OpSpec
 
-ABI_VERSION = 5
+ABI_VERSION = 6
 """ABI version of the ops' C entry points; raised when kvg_call or the operands of an op change."""
 
 DTYPE_CODES = {dtype.name: dtype.code for dtype in ALL if dtype.code}

@@ -2,7 +2,7 @@
 #pragma once
 
 #include "cpu/check.h"
-#include "cpu/rope.h"
+#include "cpu/heads.h"
 
 namespace kvg {
 
@@ -10,7 +10,7 @@ struct Attention {
   const kvg_call& call;
   Pool pool;
   Rows rows;
-  Rope rope;           // applied to Q
+  HeadSteps steps;     // of Q
   const char* q;       // [T, N, D]
   char* out;           // [T, N, v_head_dim]
   const float* sinks;  // [N] or nullptr

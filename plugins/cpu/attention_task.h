@@ -41,12 +41,12 @@ class AttentionTask {
   // Makes room for the outputs and scores, and for `lines` more, whose address is returned.
   Line* make_room(int64_t lines);
 
-  // Calls take(head, row, q) for every query, rotated, as float32; q[D] is 0.
+  // Calls take(head, row, q) for every query, after its steps, as float32; q[D] is 0.
   template <class Take>
   void each_query(Take&& take) const {
     const Dtype& type = dtype(job_.dtype);
     const auto width = static_cast<size_t>(D_);
-    const bool is_rounded = job_.rope && job_.dtype != KVG_FLOAT32;
+    const bool is_rounded = job_.steps && job_.dtype != KVG_FLOAT32;
     std::vector<char> rounded(is_rounded ? width * type.size : 0);
     std::vector<float> wide(width + 1);
     for (int64_t head = first_head_; head < last_head_; ++head)
@@ -54,8 +54,8 @@ class AttentionTask {
         const int64_t token = tile_.begin + row / group_;
         const int64_t from = element(token, head * group_ + row % group_, D_);
         type.to_float(job_.q + from * static_cast<int64_t>(type.size), wide.data(), width);
-        if (job_.rope) job_.rope.apply(wide.data(), position(token));
-        if (is_rounded) {  // to their dtype, as rotated keys are
+        job_.steps.apply(wide.data(), position(token));
+        if (is_rounded) {  // to their dtype, as keys are
           type.from_float(wide.data(), rounded.data(), width);
           type.to_float(rounded.data(), wide.data(), width);
         }

@@ -32,29 +32,29 @@ class Writer {
 
  private:
   // Writes the heads of one token, `width` elements each, to the pool's elements from `slot` on.
-  void heads(const char* from, int64_t index, int64_t slot, int64_t width, bool rotate,
+  void heads(const char* from, int64_t index, int64_t slot, int64_t width, bool is_key,
              int64_t position) {
     const Pool& pool = job_.pool;
     const size_t bytes = static_cast<size_t>(width) * from_.size;
     for (int64_t head = 0; head < pool.kv_heads; ++head, slot += pool.head_dim) {
       const char* source = from + (index * pool.kv_heads + head) * static_cast<int64_t>(bytes);
       char* target = pool.data + slot * static_cast<int64_t>(to_.size);
-      if (plain_ && !(rotate && job_.rope)) {
+      if (plain_ && !(is_key && job_.steps)) {
         std::memcpy(target, source, bytes);
         continue;
       }
       float* x = scratch_.data();
       const size_t count = static_cast<size_t>(width);
       from_.to_float(source, x, count);
-      if (rotate && job_.rope) rotate_as_stored(x, count, position);
+      if (is_key && job_.steps) apply_steps(x, count, position);
       if (pool.scales) quantize(x, width, slot);
       to_.from_float(x, target, count);
     }
   }
 
-  // Rotated keys are rounded to the activation dtype before they are stored as something else.
-  void rotate_as_stored(float* x, size_t count, int64_t position) {
-    job_.rope.apply(x, position);
+  // Rounds the result to the activation dtype, before it is stored as something else.
+  void apply_steps(float* x, size_t count, int64_t position) {
+    job_.steps.apply(x, position);
     if (plain_) return;
     rounded_.resize(count * from_.size);
     from_.from_float(x, rounded_.data(), count);
@@ -123,7 +123,7 @@ extern "C" int32_t kvg_cpu_store_kv(const kvg_call* call, char* message, size_t 
     const Pool pool = check_pool(in, KVG_STORE_KV_KV_BLOCKS, KVG_STORE_KV_KV_SCALES,
                                  in.integer(KVG_STORE_KV_ATTR_LAYER), v_head_dim);
     const Rows rows = check_rows(in, KVG_STORE_KV_INPUT_ROW_OFFSETS, 0);
-    store({*call, pool, rows, Rope{}, in.data<const char>(KVG_STORE_KV_K),
+    store({*call, pool, rows, HeadSteps{}, in.data<const char>(KVG_STORE_KV_K),
            in.data<const char>(KVG_STORE_KV_V), in.dtype(KVG_STORE_KV_K), v_head_dim});
   });
 }

@@ -2,7 +2,7 @@
 #pragma once
 
 #include "cpu/check.h"
-#include "cpu/rope.h"
+#include "cpu/heads.h"
 
 namespace kvg {
 
@@ -10,7 +10,7 @@ struct Store {
   const kvg_call& call;
   Pool pool;
   Rows rows;
-  Rope rope;  // applied to K
+  HeadSteps steps;    // of K
   const char *k, *v;  // [T, K, D], [T, K, v_head_dim]
   int32_t dtype;      // kvg_dtype of both
   int64_t v_head_dim;

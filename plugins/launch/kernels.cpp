@@ -83,6 +83,9 @@ void set_attributes(Kernels& kernels) {
                         {"softcap", c.softcap},
                         {"causal", c.causal}};
   if (c.rotary_dim) kernels.attributes["rope_style"] = c.rope_style;
+  if (!c.norms) return;
+  kernels.attributes["norm_epsilon"] = c.norm_epsilon;
+  kernels.attributes["norm_offset"] = c.norm_offset;
 }
 
 void check_tiling(const cuda::Arch& arch, const kvg_tiling& t) {
@@ -169,6 +172,16 @@ int32_t Kernels::dtype_of(const kvg_operand& operand) const {
 int64_t Kernels::extent_of(const kvg_dim& dim) const {
   if (dim.symbol < 0) return dim.value;
   return dims[dim.symbol] ? dims[dim.symbol] + dim.value : 0;
+}
+
+bool Kernels::takes(int operand) const {
+  for (const ArchKernels& arch : archs)
+    for (const kvg_kernel& kernel : arch.kernels)
+      for (uint32_t i = 0; i < kernel.num_parameters; ++i)
+        if (kernel.parameters[i].kind == KVG_PARAMETER_OPERAND &&
+            kernel.parameters[i].index == operand)
+          return true;
+  return false;
 }
 
 const ArchKernels& Kernels::on(int major, int minor) const {

@@ -28,6 +28,8 @@ struct Kernels {
   int32_t dtype_of(const kvg_operand& operand) const;
   // The extent that the kernels take for a dim; 0: any.
   int64_t extent_of(const kvg_dim& dim) const;
+  // Whether a kernel takes an operand of the node's op.
+  bool takes(int operand) const;
   // The kernels of the newest architecture that a device of that capability runs; refuses if none.
   const ArchKernels& on(int major, int minor) const;
 };

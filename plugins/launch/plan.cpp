@@ -48,7 +48,8 @@ int64_t product(const kvg_plan& plan, const char* name, std::initializer_list<in
 void check_constants(const kvg_plan& plan, bool attends) {
   const kvg_constants& c = plan.constants;
   require_range(plan, 0, 1,
-                {{"chunked", c.chunked}, {"causal", c.causal}, {"rope_style", c.rope_style}});
+                {{"chunked", c.chunked}, {"causal", c.causal}, {"rope_style", c.rope_style},
+                 {"norms", c.norms}});
   require_range(plan, 0, INT32_MAX,
                 {{"window", c.window},
                  {"num_layers", c.num_layers},

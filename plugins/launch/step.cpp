@@ -176,11 +176,19 @@ void check_attributes(const Node& node) {
   }
 }
 
+void check_taken(const Node& node, int operand) {
+  const kvg_operand& spec = node.op->operands[operand];
+  if (spec.optional && !node.kernels.takes(operand))
+    refuse(KVG_REFUSED, "%s: %s: expected none, as the node's kernels take none, got one",
+           node.op->name, spec.name);
+}
+
 void check_operands(const Node& node, const kvg_tensor* operands) {
   for (int i = 0; i < node.op->num_inputs; ++i) {
     const kvg_operand& operand = node.op->operands[i];
     const kvg_tensor& given = operands[i];
     if (!given.dtype && operand.optional) continue;
+    check_taken(node, i);
     const int32_t dtype = node.kernels.dtype_of(operand);
     if (given.dtype != dtype)
       refuse(KVG_REFUSED, "%s: %s: expected %s from the node's kernels, got %s", node.op->name,

@@ -29,6 +29,9 @@ struct Node {
 // Refuses an attribute that differs from the constant that the kernels were compiled for.
 void check_attributes(const Node& node);
 
+// Refuses an optional input that no kernel reads: its effect would be lost.
+void check_taken(const Node& node, int operand);
+
 // Refuses inputs of another dtype, rank or extent than the kernels were compiled for.
 void check_operands(const Node& node, const kvg_tensor* operands);
 

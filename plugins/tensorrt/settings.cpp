@@ -143,6 +143,8 @@ std::shared_ptr<const Settings> read_settings(const kvg_op& op, const trt::Field
   settings->kernels_record = std::make_shared<const std::string>(std::move(kernels));
   settings->images = std::make_shared<const std::string>(std::move(images));
   launch::check_attributes(*settings);
+  for (int i = 0; i < settings->num_inputs; ++i)
+    launch::check_taken(*settings, settings->operands[static_cast<size_t>(i)]);
   launch::publish(settings->images);
   return settings;
 }

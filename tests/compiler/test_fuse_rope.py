@@ -14,20 +14,16 @@ from torch.export import ExportedProgram
 
 import kvgraph
 from kvgraph import ops
-from kvgraph.compiler.export import export
-from kvgraph.compiler.functional import without_writes
-from kvgraph.compiler.model import Model
 from kvgraph.compiler.passes import PassReport
 from kvgraph.compiler.passes.fuse_rope import CHECK, TABLE_BYTES, fuse_rope
-from kvgraph.compiler.passes.fuse_update_and_attend import FUSED, arguments, fuse_update_and_attend
+from kvgraph.compiler.passes.fuse_update_and_attend import FUSED, arguments
 from kvgraph.contract.signature import GraphSignature
 from kvgraph.ops import UPDATE_AND_ATTEND
 from kvgraph.ops._update_and_attend import rotate
 from tests.support.models import layers, make_model
-from tests.support.programs import program_of, step
+from tests.support.programs import STEPS, compare, logits, own_program, program_of, step
 
 POSITIONS = 512
-STEPS: tuple[list[int], ...] = ([5, 1, 20], [1], [17, 3])
 
 HALVES, INTERLEAVED = 0, 1
 # Per architecture: tables, rotary_dim, style, what its configuration adds.
@@ -71,13 +67,6 @@ def unused(program: ExportedProgram) -> list[str]:
     return [n.name for n in nodes if all(user.target is CHECK for user in n.users)]
 
 
-@torch.no_grad()
-def logits(module: nn.Module, inputs: list[torch.Tensor]) -> torch.Tensor:
-    result: torch.Tensor = module(*inputs)[0]
-    assert not result.isnan().any()
-    return result
-
-
 @pytest.mark.parametrize("name", CASES)
 def test_decoders(name: str, tmp_path: Path) -> None:
     count, rotary, style, settings = CASES[name]
@@ -99,22 +88,7 @@ def test_decoders(name: str, tmp_path: Path) -> None:
         assert unused(program) == []
         # Two products and a sum of each of q and k are the least that a rotation takes.
         assert sum(before.values()) - sum(found.values()) >= 2 * 3 * layers(name)
-    _compare(plain, fused, signature)
-
-
-def _compare(plain: Any, fused: Any, signature: GraphSignature) -> None:
-    """float32: equal to the program before. bfloat16: as near to that as the program before."""
-    errors = {"plain": 0.0, "fused": 0.0}
-    for lengths in STEPS:
-        first, second = (step(signature, "float32", lengths) for _ in range(2))
-        exact = logits(plain["float32"], first)
-        torch.testing.assert_close(logits(fused["float32"], second), exact, rtol=0, atol=1e-5)
-        for expected, written in zip(first, second, strict=True):
-            torch.testing.assert_close(written, expected, rtol=0, atol=1e-5, equal_nan=True)
-        for kind, modules in (("plain", plain), ("fused", fused)):
-            got = logits(modules["bfloat16"], step(signature, "bfloat16", lengths))
-            errors[kind] += float((got - exact).abs().mean())
-    assert errors["fused"] <= 1.1 * errors["plain"], errors
+    compare(plain, fused, signature)
 
 
 def test_the_table_is_the_model_s_own(tmp_path: Path) -> None:
@@ -202,14 +176,6 @@ class Own(nn.Module):
         return (x + out.reshape(x.shape[0], -1))[logits_indices.long()] @ self.embed.weight.T
 
 
-def own_program(module: nn.Module) -> tuple[ExportedProgram, GraphSignature]:
-    signature = GraphSignature.of(PARAMS.get_symbolic_inputs()[0], 160)
-    model = Model(module, "own", (), vocab_size=160, max_seq_len=POSITIONS, dtype="float32")
-    program = without_writes(export(model, signature, return_buffers=False))
-    fuse_update_and_attend(program.graph)
-    return program, signature
-
-
 class Halves(Own):
     """Heads before tokens, the whole head at once."""
 
@@ -233,8 +199,8 @@ class Backwards(Own):
     [(Own, INTERLEAVED), (Halves, HALVES), (Backwards, INTERLEAVED)],
 )
 def test_another_spelling(module: Any, style: int) -> None:
-    plain, signature = own_program(module())
-    fused, _ = own_program(module())
+    plain, signature = own_program(PARAMS, module())
+    fused, _ = own_program(PARAMS, module())
     assert fuse(fused, signature) == PassReport("fuse_rope", 1)
     (node,) = [n for n in fused.graph.nodes if n.target is FUSED]
     assert arguments(UPDATE_AND_ATTEND, node)["rope_style"] == style
@@ -372,7 +338,7 @@ NONE = "q: expected a rotation by the cos and sin of positions, got"
     ],
 )
 def test_what_the_kernel_does_not_compute_is_left_and_named(module: Any, why: str) -> None:
-    program, signature = own_program(module())
+    program, signature = own_program(PARAMS, module())
     graph = str(program.graph)
     report = fuse(program, signature)
     assert report.applied == 0
@@ -382,7 +348,7 @@ def test_what_the_kernel_does_not_compute_is_left_and_named(module: Any, why: st
 
 
 def test_a_table_that_is_too_large_is_not_made() -> None:
-    program, signature = own_program(Own())
+    program, signature = own_program(PARAMS, Own())
     positions = TABLE_BYTES // (4 * HEAD) + 1
     report = fuse_rope(program, signature, positions)
     assert report.applied == 0

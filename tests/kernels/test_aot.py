@@ -104,7 +104,7 @@ def test_a_kernel_that_spills_gets_no_more_registers_than_its_block_may_have(
         return None, Resources(made[len(said) - 1], 0, 8, 8, 8)
 
     monkeypatch.setattr(aot, "_compile", compiled)
-    variant = replace(variants.store_variant(SHAPE.cache, None), num_warps=num_warps)
+    variant = replace(variants.store_variant(replace(SHAPE, rope=None)), num_warps=num_warps)
     target = GPUTarget("cuda", 80, 32)
     _, used = aot._without_spills(ModuleType("triton"), variant, "sm_80", target)
     assert said == [None, *asked]
@@ -123,7 +123,7 @@ def test_rows_are_loaded_16_bytes_at_a_time(arch: str) -> None:
 
 
 def test_the_same_variant_gives_the_same_bytes() -> None:
-    variant = variants.store_variant(SHAPE.cache, SHAPE.rope)
+    variant = variants.store_variant(SHAPE)
     first, second = (aot.compile_variant(variant, "sm_90") for _ in range(2))
     assert first.cubin == second.cubin
     assert first.metadata() == second.metadata()
@@ -155,7 +155,7 @@ def test_tiny_llama_compiles_for(arch: str) -> None:
     shape = AttentionShape(PoolShape("float32", "float32", 4, 16, 16, 4), 8, 0.25)
     listed: list[Variant] = [
         *variants.attention_variants(shape, arch),
-        variants.store_variant(shape.cache, None),
+        variants.store_variant(shape),
         variants.increment_variant(),
     ]
     made = list(aot.compile_all(listed, arch))

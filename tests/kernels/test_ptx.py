@@ -40,6 +40,15 @@ QUANTIZED = conformance.Case(
     softcap=5.0,
     sinks=True,
 )
+NORMED = conformance.Case(
+    "update_and_attend",
+    "bfloat16",
+    "bfloat16",
+    rows=((700, 1), (9, 1), (0, 40)),
+    rope_style=0,
+    rotary_dim=64,
+    norm=1.0,
+)
 SPLIT = conformance.Case("paged_attention", rows=((700, 1), (9, 1)), page_size=16)
 
 
@@ -55,8 +64,10 @@ def test_a_step_of_every_kind(kernels: Kernels, arch: str) -> None:
     run_case(kernels, HALF, arch, order=1)
 
 
-@pytest.mark.parametrize(("arch", "case"), [("sm_89", QUANTIZED), ("sm_86", SPLIT)])
-def test_quantized_pools_and_split_contexts(
+@pytest.mark.parametrize(
+    ("arch", "case"), [("sm_89", QUANTIZED), ("sm_86", SPLIT), ("sm_90", NORMED)]
+)
+def test_quantized_pools_split_contexts_and_norms(
     kernels: Kernels, arch: str, case: conformance.Case
 ) -> None:
     run_case(kernels, case, arch, order=2)

@@ -27,14 +27,7 @@ def kernel_of(case: Case, arch: str) -> Kernel:
     """UnsupportedError where no compiled kernel supports the case."""
     shape = shape_of(case)
     made = aot.compile_attention(shape, arch)
-    known = {a.name for a in conformance.SPECS[case.op].attributes}
-    values: dict[str, Any] = {
-        "layer": case.layer, "scale": shape.scale, "window": case.window,
-        "softcap": case.softcap, "causal": case.causal, "v_head_dim": case.v_head_dim,
-        "chunked": case.chunked,
-        "rope_style": case.rope_style or 0,
-    }  # fmt: skip
-    attributes = {name: value for name, value in values.items() if name in known}
+    attributes: dict[str, Any] = dict(conformance.attributes(case))
     attributes["kernels"] = pack_kernels(shape, {arch: made})
     attributes["images"] = pack_images(kernel.cubin for kernel in made)
     kernel = Kernel(case.op, attributes)

@@ -73,6 +73,8 @@ def attributes(
     made = {
         "layer": 3, "scale": shape.scale, "window": shape.window, "kernels": kernels,
         "images": images, "rope_style": int(bool(shape.rope and shape.rope.interleaved)),
+        "norm_epsilon": shape.norm and shape.norm.epsilon,
+        "norm_offset": shape.norm and shape.norm.offset,
     }  # fmt: skip
     return {name: value for name, value in {**made, **changed}.items() if value is not None}
 
@@ -93,7 +95,8 @@ def operands(
         "input_row_offsets": ("int32", (batch + 1,)), "cache_lengths": ("int32", (batch,)),
         "lookup_table": ("int32", (batch, width)), "max_lengths": ("int32", (1, 2)),
         "kv_scales": ("float32", (900, 2, 4, 16, 2, 1)), "sinks": ("float32", (8,)),
-        "cos_sin": ("float32", (16 * width, 64)),
+        "cos_sin": ("float32", (16 * width, 64)), "q_norm": (dtype, (64,)),
+        "k_norm": (dtype, (64,)),
     }  # fmt: skip
     return {name: changed.get(name, every[name]) for name in given}
 

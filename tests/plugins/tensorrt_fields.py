@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from kvgraph.kernels import variants
 from kvgraph.kernels.aot import Compiled, Resources
 from kvgraph.kernels.record import pack_images, pack_kernels
-from kvgraph.kernels.shapes import AttentionShape, PoolShape, Rope
+from kvgraph.kernels.shapes import AttentionShape, HeadNorm, PoolShape, Rope
 from tests.support.fake_driver import cubin
 
 SHARED_BYTES = 49664
@@ -26,14 +26,16 @@ def shape_of(
     sinks: bool = False,
     granularity: int = 0,
     rope: Rope | None = None,
+    norm: HeadNorm | None = None,
 ) -> AttentionShape:
     cache = PoolShape(dtype, pool_dtype, kv_heads, head_dim, 16, 4, granularity=granularity)
-    return AttentionShape(cache, heads, head_dim**-0.5, window=window, sinks=sinks, rope=rope)
+    scale = head_dim**-0.5
+    return AttentionShape(cache, heads, scale, window, sinks=sinks, rope=rope, norm=norm)
 
 
 def compiled(shape: AttentionShape, arch: str) -> list[Compiled]:
     """Each with an image of its own, which the fake driver tells by the first four of its tag."""
-    store = variants.store_variant(shape.cache, shape.rope)
+    store = variants.store_variant(shape)
     used = Resources(64, SHARED_BYTES, 0, 0, 0)
     flags = int(arch.removeprefix("sm_")) << 8 | 0x06000004
     made = []

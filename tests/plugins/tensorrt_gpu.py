@@ -6,7 +6,6 @@ HOST=host.so python -m tests.plugins.tensorrt_gpu [--device cpu] [PART ...]
 from __future__ import annotations
 
 import sys
-from typing import Any
 
 import torch
 
@@ -23,16 +22,9 @@ def plugin_of(case: Case, arch: str, given: list[str]) -> Plugin:
     """UnsupportedError where no compiled kernel supports the case."""
     shape = shape_of(case)
     made = aot.compile_attention(shape, arch)
-    attributes = {a.name for a in conformance.SPECS[case.op].attributes}
-    values: dict[str, Any] = {
-        "layer": case.layer, "scale": shape.scale, "window": case.window,
-        "softcap": case.softcap, "causal": case.causal, "v_head_dim": case.v_head_dim,
-        "chunked": case.chunked,
-        "rope_style": case.rope_style or 0,
-    }  # fmt: skip
     return Plugin.of(
         case.op,
-        {name: value for name, value in values.items() if name in attributes}
+        conformance.attributes(case)
         | {
             "inputs": mask(case.op, given),
             "kernels": pack_kernels(shape, {arch: made}),

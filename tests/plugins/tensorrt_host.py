@@ -239,7 +239,7 @@ def operands(
         "cache_lengths": ("int32", (batch,)), "lookup_table": ("int32", (batch, width)),
         "max_lengths": ("int32", (steps, 2)),
         "kv_scales": ("float32", (pages, 2, 4, 16, 2, 1)), "sinks": ("float32", (8,)),
-        "cos_sin": ("float32", (4096, 64)),
+        "cos_sin": ("float32", (4096, 64)), "q_norm": (dtype, (64,)), "k_norm": (dtype, (64,)),
     }  # fmt: skip
     return {name: every[name] for name in given}
 

@@ -155,7 +155,7 @@ def test_a_short_message_buffer_is_not_overrun() -> None:
 
 
 def test_another_abi_version_is_refused_on_load() -> None:
-    with pytest.raises(KernelError, match=r"expected ABI version 9 of this kvgraph .*, got 2;"):
+    with pytest.raises(KernelError, match=r"expected ABI version 9 of this kvgraph .*, got 3;"):
         Launcher(abi_version=9)
 
 

@@ -106,7 +106,7 @@ SIZE = ctypes.sizeof(KernelsHeader) + 2 * ctypes.sizeof(ArchRecord)
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
-        (lambda h, a: put(h, version=9), f"expected version 3 of this kvgraph, got 9: {ANOTHER}"),
+        (lambda h, a: put(h, version=9), f"expected version 4 of this kvgraph, got 9: {ANOTHER}"),
         (lambda h, a: put(h, contract_version=7),
          f"expected operands of ABI version {ABI_VERSION} of this kvgraph, got 7: {ANOTHER}"),
         (lambda h, a: put(h, arch_size=8),
@@ -153,13 +153,13 @@ def test_an_architecture_has_a_name() -> None:
 def test_other_versions_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
     """Version 1 was text."""
     assert refusal(b"kvgraph-kernels 1\ntype T bfloat16\n" * 9) == (
-        f"field kernels: expected version 3 of this kvgraph, got 1: {ANOTHER}"
+        f"field kernels: expected version 4 of this kvgraph, got 1: {ANOTHER}"
     )
     header = ctypes.sizeof(KernelsHeader)
     assert refusal(b"") == f"field kernels: expected a record of at least {header} bytes, got 0"
-    monkeypatch.setattr(launch_native, "KERNELS_VERSION", 4)
+    monkeypatch.setattr(launch_native, "KERNELS_VERSION", 5)
     with pytest.raises(
-        KernelError, match=r"expected a library that reads version 4 .* got one for version 3;"
+        KernelError, match=r"expected a library that reads version 5 .* got one for version 4;"
     ):
         check_kernels(RECORD, "update_and_attend", stores=True)
 

@@ -16,7 +16,7 @@ from tests.plugins.tensorrt_fields import compiled, shape_of
 PRELUDE = """
 import ctypes, json, os
 from tests.plugins.onnxruntime_host import *
-from kvgraph.kernels.shapes import Rope
+from kvgraph.kernels.shapes import HeadNorm, Rope
 
 def refused(op="update_and_attend", **changed):
     assert not Kernel(op, attributes(**changed))
@@ -47,8 +47,8 @@ def test_every_cache_op_is_registered_for_both_providers(drive: Drive) -> None:
     assert {op for op, *_ in cuda} == {"store_kv", "paged_attention", "update_and_attend"}
     assert {aliases for op, _, aliases in cuda if op == "update_and_attend"} == {"1>1,9>2"}
     memory = {(op, on): where for _, op, on, _, where, _ in found[1]}
-    assert memory["update_and_attend", "CUDAExecutionProvider"] == "0,0,0,0,0,-2,0,0,0,0,0"
-    assert memory["update_and_attend", "CPUExecutionProvider"] == "0,0,0,0,0,0,0,0,0,0,0"
+    assert memory["update_and_attend", "CUDAExecutionProvider"] == "0,0,0,0,0,-2,0,0,0,0,0,0,0"
+    assert memory["update_and_attend", "CPUExecutionProvider"] == "0,0,0,0,0,0,0,0,0,0,0,0,0"
     assert memory["store_kv", "CUDAExecutionProvider"] == "0,0,0,0,0,0,0"
 
 
@@ -96,7 +96,7 @@ result = [short, register(), len(ops()) > 0]
          "the CUDA provider, got none: compile the model for a cuda target"),
         ("layer=None", "no attribute layer"),
         ("kernels=bytes([9, 0, 0, 0]) + attributes()['kernels'][4:]",
-         "field kernels: expected version 3 of this kvgraph, got 9: compile the model again"),
+         "field kernels: expected version 4 of this kvgraph, got 9: compile the model again"),
         ("scale=0.25",
          "update_and_attend: scale: expected 0.125 from the node's kernels, got 0.25"),
         ("window=9", "update_and_attend: window: expected 0 from the node's kernels, got 9"),
@@ -151,6 +151,7 @@ KINDS = {
     "plain": ("", []),
     "int8 pool": ("pool_dtype='int8', granularity=64", ["kv_scales"]),
     "rope": ("rope=Rope(64)", ["cos_sin"]),
+    "norms": ("norm=HeadNorm(1e-5, 1.0), rope=Rope(64)", ["cos_sin", "q_norm", "k_norm"]),
     "all": (
         "pool_dtype='float8_e4m3fn', granularity=64, rope=Rope(32, True), sinks=True, window=700",
         ["cos_sin", "kv_scales", "sinks"],
@@ -327,6 +328,10 @@ result = [said, launched_in()[before:]]
         ("operands(), (0, 5)",
          "max_lengths: expected at least 1 new token and a context of 1, got 0 and 5"),
         ("operands(given=UPDATE[1:])", "q: expected bfloat16 from the node's kernels, got none"),
+        ("operands(given=[*UPDATE, 'sinks'])",
+         "sinks: expected none, as the node's kernels take none, got one"),
+        ("operands(given=[*UPDATE, 'q_norm', 'k_norm'])",
+         "q_norm: expected none, as the node's kernels take none, got one"),
     ],
 )  # fmt: skip
 def test_what_a_step_refuses(drive: Drive, call: str, sentence: str) -> None:

@@ -17,6 +17,7 @@ from tests.support.conformance import Case, Operands, build
 Change = Callable[[Operands], None]
 
 BASE = Case("update_and_attend", rows=((5, 2), (0, 3), (16, 0)), rope_style=0, rotary_dim=64)
+NORMED = Case("update_and_attend", rows=((5, 2), (0, 3)), norm=0.0)
 QUANTIZED = Case("update_and_attend", pool_dtype="int8", granularity=32, rows=((5, 2), (0, 3)))
 
 
@@ -116,6 +117,20 @@ REFUSALS: list[tuple[str, Case, Change, str]] = [
      "cos_sin: dim rotary_dim: expected an even number of at most head_dim 64, got 63"),
     ("rope-wide", BASE, put("cos_sin", lambda a: np.repeat(a, 2, axis=1)),
      "cos_sin: dim rotary_dim: expected an even number of at most head_dim 64, got 128"),
+    ("norms-only-q", NORMED, put("k_norm", None),
+     "k_norm: expected both q_norm and k_norm or neither, got only q_norm"),
+    ("norms-only-k", NORMED, put("q_norm", None),
+     "q_norm: expected both q_norm and k_norm or neither, got only k_norm"),
+    ("norms-without-k", Case("update_and_attend", stores=False),
+     put("k_norm", np.ones(64, np.float32)), "k_norm: expected none without k, got one"),
+    ("norms-narrow", NORMED, put("q_norm", np.ones(32, np.float32)),
+     "q_norm: dim head_dim: expected 64 as q has it, got 32"),
+    ("norms-dtype", NORMED, put("q_norm", np.ones(64, np.float16)),
+     "q_norm: expected dtype float32 of q, got float16"),
+    ("norm-epsilon", NORMED, attribute("norm_epsilon", -1e-5),
+     "norm_epsilon: expected at least 0, and finite in float32, got -1e-05"),
+    ("norm-offset", NORMED, attribute("norm_offset", np.inf),
+     "norm_offset: expected a finite number in float32, got inf"),
     ("scales-missing", QUANTIZED, put("kv_scales", None),
      "kv_scales: expected scales with a pool of dtype int8, got none"),
     ("scales-unwanted", BASE, put("kv_scales", np.zeros((6, 2, 3, 16, 2, 2), np.float32)),
@@ -186,7 +201,7 @@ def test_torch_refuses_it_in_the_same_words(
 
 def test_an_operand_missing_from_a_call_is_refused() -> None:
     operands = build(BASE)
-    with pytest.raises(KernelError, match="update_and_attend: expected 14 operands, got 1"):
+    with pytest.raises(KernelError, match="update_and_attend: expected 16 operands, got 1"):
         native.call(operands.spec, [None], operands.attributes)
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from kvgraph.kernels import launch
 from kvgraph.kernels.launch import Sizes
-from kvgraph.kernels.shapes import Rope
+from kvgraph.kernels.shapes import HeadNorm, Rope
 from tests.plugins.hosts import Drive, build
 from tests.plugins.tensorrt_fields import SHARED_BYTES, compiled, entry_of, shape_of
 
@@ -45,6 +45,7 @@ KINDS: dict[str, tuple[dict[str, Any], list[str]]] = {
     "plain": ({}, GIVEN),
     "int8 pool": ({"pool_dtype": "int8", "granularity": 64}, [*GIVEN, "kv_scales"]),
     "rope": ({"rope": Rope(64)}, [*GIVEN, "cos_sin"]),
+    "norms": ({"norm": HeadNorm(1e-5), "rope": Rope(64)}, [*GIVEN, "cos_sin", "q_norm", "k_norm"]),
     "all": (
         {"pool_dtype": "float8_e4m3fn", "granularity": 64, "rope": Rope(32, True), "sinks": True,
          "window": 700},
@@ -79,7 +80,7 @@ STEPS = [(1, 1, 200), (4, 4, 200), (64, 64, 500), (3, 700, 60), (1, 300, 30), (2
 @pytest.mark.parametrize(
     ("kind", "batch", "tokens", "width"),
     [*(("plain", *step) for step in STEPS), ("int8 pool", 3, 700, 60), ("rope", 4, 4, 200),
-     ("all", 64, 64, 500)],
+     ("norms", 4, 4, 200), ("all", 64, 64, 500)],
 )  # fmt: skip
 def test_a_step_launches_what_the_kernels_plan(
     drive: Drive, kind: str, batch: int, tokens: int, width: int
@@ -87,10 +88,11 @@ def test_a_step_launches_what_the_kernels_plan(
     options, names = KINDS[kind]
     shape = ", ".join(f"{name}={value!r}" for name, value in options.items())
     first, again, needed, loads, calls = drive(f"""
-from kvgraph.kernels.shapes import Rope
+from kvgraph.kernels.shapes import HeadNorm, Rope
 names = {names!r}
 mine = plugin(shape=shape_of({shape}), given=names,
-              rope_style=int({bool(options.get("rope") and options["rope"].interleaved)}))
+              rope_style=int({bool(options.get("rope") and options["rope"].interleaved)}),
+              norm_epsilon={options["norm"].epsilon if "norm" in options else 0.0})
 mine = mine.reload().attach()
 given = operands({batch}, {tokens}, 900, {width}, given=names)
 first = mine.enqueue(given, addresses(given), workspace=0x7000000, stream=0x77)

@@ -32,7 +32,8 @@ def test_creators_and_interfaces(drive: Drive) -> None:
     own = ["inputs", "aliased", "pool_out", "kernels", "images"]
     assert found[0][4:] == ["layer", *own]
     assert found[2][4:] == [
-        "layer", "scale", "window", "softcap", "causal", "v_head_dim", "chunked", "rope_style", *own
+        "layer", "scale", "window", "softcap", "causal", "v_head_dim", "chunked", "rope_style",
+        "norm_epsilon", "norm_offset", *own
     ]  # fmt: skip
     assert names == (
         "kvgraph|update_and_attend|1|PLUGIN 1|PLUGIN_V3ONE_CORE 1|PLUGIN_V3ONE_BUILD 2|"
@@ -158,13 +159,17 @@ result = [[p.text("h_serialized"), p.text("h_names"), p.types([d for d, _ in giv
          "update_and_attend: field scale: expected one float, got type 6 with 6 elements"),
         ("kernels=7",
          "update_and_attend: field kernels: expected bytes, got type 5 with 1 elements"),
-        ("kernels=b''", "field kernels: expected a record of at least 88 bytes, got 0"),
-        ("kernels='kvgraph-kernels 1'", "field kernels: expected version 3 of this kvgraph, got 1: "
+        ("kernels=b''", "field kernels: expected a record of at least 112 bytes, got 0"),
+        ("kernels='kvgraph-kernels 1'", "field kernels: expected version 4 of this kvgraph, got 1: "
          "compile the model again"),
-        ("inputs=6", "update_and_attend: field inputs: expected a bit for each of 11 operands with "
+        ("inputs=6", "update_and_attend: field inputs: expected a bit for each of 13 operands with "
          "all of 63 set, got 6"),
-        ("inputs=1 << 11 | 255", "update_and_attend: field inputs: expected a bit for each of 11 "
-         "operands with all of 63 set, got 2303"),
+        ("inputs=1 << 13 | 255", "update_and_attend: field inputs: expected a bit for each of 13 "
+         "operands with all of 63 set, got 8447"),
+        ("inputs=1 << 10 | 255",
+         "update_and_attend: sinks: expected none, as the node's kernels take none, got one"),
+        ("inputs=1 << 12 | 1 << 11 | 255",
+         "update_and_attend: q_norm: expected none, as the node's kernels take none, got one"),
         ("scale=0.25",
          "update_and_attend: scale: expected 0.125 from the node's kernels, got 0.25"),
         ("window=9", "update_and_attend: window: expected 0 from the node's kernels, got 9"),

@@ -27,7 +27,7 @@ from kvgraph.compiler.targets.cuda import save_kernels
 from kvgraph.contract.dtypes import DTYPES
 from kvgraph.kernels import aot, launch, variants
 from kvgraph.kernels.run import run as run_by_triton
-from kvgraph.kernels.shapes import AttentionShape, PoolShape, Rope
+from kvgraph.kernels.shapes import AttentionShape, HeadNorm, PoolShape, Rope
 from kvgraph.kernels.trials import Trial
 from kvgraph.kernels.variants import Variant
 from kvgraph.runtime.sessions.cuda_gpu import CudaGpu
@@ -74,6 +74,7 @@ def shape_of(case: Case) -> AttentionShape:
         case.sinks,
         rope,
         bool(case.chunked),
+        None if case.norm is None else HeadNorm(conformance.EPSILON, case.norm),
     )
 
 

@@ -4,25 +4,29 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from hashlib import sha256
 from pathlib import Path
 
 import numpy as np
 import torch
+from torch import nn
 from torch.export import ExportedProgram
 
 from kvgraph.compiler.cache import plan_cache
 from kvgraph.compiler.export import export
 from kvgraph.compiler.frontends import huggingface
 from kvgraph.compiler.functional import without_writes
+from kvgraph.compiler.model import Model
 from kvgraph.compiler.passes import PassReport
 from kvgraph.compiler.passes.fuse_update_and_attend import fuse_update_and_attend
 from kvgraph.compiler.weights import Weights
 from kvgraph.contract.devices import virtual_devices
+from kvgraph.contract.params import KVCacheParams
 from kvgraph.contract.signature import GraphSignature
 
 PAGE, SLOTS = 16, 7
+STEPS: tuple[list[int], ...] = ([5, 1, 20], [1], [17, 3])
 
 _exported: dict[tuple[str, str, bool], tuple[ExportedProgram, GraphSignature]] = {}
 
@@ -52,6 +56,17 @@ def _export(folder: Path, dtype: str, weightless: bool) -> tuple[ExportedProgram
     )
     model.place(plan)
     signature = GraphSignature.of(plan.params.get_symbolic_inputs()[0], model.vocab_size)
+    program = without_writes(export(model, signature, return_buffers=False))
+    fuse_update_and_attend(program.graph)
+    return program, signature
+
+
+def own_program(
+    params: KVCacheParams, module: nn.Module, positions: int = 512
+) -> tuple[ExportedProgram, GraphSignature]:
+    """A user's module with a vocabulary of 160 tokens."""
+    signature = GraphSignature.of(params.get_symbolic_inputs()[0], 160)
+    model = Model(module, "own", (), vocab_size=160, max_seq_len=positions, dtype="float32")
     program = without_writes(export(model, signature, return_buffers=False))
     fuse_update_and_attend(program.graph)
     return program, signature
@@ -88,3 +103,29 @@ def packed_by(
     report = rewrite(program, *given, weights)
     weights.fill(program)
     return report
+
+
+@torch.no_grad()
+def logits(module: nn.Module, inputs: list[torch.Tensor]) -> torch.Tensor:
+    result: torch.Tensor = module(*inputs)[0]
+    assert not result.isnan().any()
+    return result
+
+
+Modules = Mapping[str, nn.Module]
+"""A program's modules by dtype."""
+
+
+def compare(plain: Modules, fused: Modules, signature: GraphSignature) -> None:
+    """float32: equal to the program before. bfloat16: as near to that as the program before."""
+    errors = {"plain": 0.0, "fused": 0.0}
+    for lengths in STEPS:
+        first, second = (step(signature, "float32", lengths) for _ in range(2))
+        exact = logits(plain["float32"], first)
+        torch.testing.assert_close(logits(fused["float32"], second), exact, rtol=0, atol=1e-5)
+        for expected, written in zip(first, second, strict=True):
+            torch.testing.assert_close(written, expected, rtol=0, atol=1e-5, equal_nan=True)
+        for kind, modules in (("plain", plain), ("fused", fused)):
+            got = logits(modules["bfloat16"], step(signature, "bfloat16", lengths))
+            errors[kind] += float((got - exact).abs().mean())
+    assert errors["fused"] <= 1.1 * errors["plain"], errors

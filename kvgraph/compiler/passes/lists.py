@@ -123,6 +123,7 @@ PASSES = {
         program=(
             Pass("drop_no_ops"),
             Pass("drop_batch_dim", needs=UNPADDED),
+            Pass("fuse_head_norms"),
             Pass("join_all_reduces", needs=RANKS),
             Pass("fuse_all_reduce", needs=RANKS),
             Pass("pack_experts"),
@@ -135,6 +136,7 @@ PASSES = {
     ("cpu", "torch"): PassList(
         program=(
             Pass("drop_no_ops"),
+            Pass("fuse_head_norms"),
             Pass("join_all_reduces", needs=RANKS),
             Pass("pack_experts"),
             Pass("fuse_router"),
@@ -149,6 +151,7 @@ PASSES = {
             Pass("fuse_experts"),
             Pass("fuse_router"),
             Pass("quantize_linear", needs=PACKED),
+            Pass("fuse_head_norms"),
             Pass("fuse_rms_norm"),
             Pass("fuse_silu_mul"),
         ),

@@ -159,7 +159,7 @@ class Attention(Launches):
         self.shape = shape = AttentionShape.of(leaf, self.given)
         self.variants = variants.attention_variants(shape, gpu.arch)
         if stores:
-            self.variants += (variants.store_variant(shape.cache, shape.rope),)
+            self.variants += (variants.store_variant(shape),)
         self._plans = launch.plans_of_steps(
             shape, gpu.arch, stores=stores, multiprocessors=gpu.multiprocessors
         )

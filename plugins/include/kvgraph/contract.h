@@ -5,12 +5,12 @@
 
 #include <stdint.h>
 
-#define KVG_ABI_VERSION 5
+#define KVG_ABI_VERSION 6
 #define KVG_DOMAIN "kvgraph"
 #define KVG_OPSET_VERSION 1
 #define KVG_MAX_RANK 6
 #define KVG_NUM_OPS 3
-#define KVG_MAX_OPERANDS 14
+#define KVG_MAX_OPERANDS 16
 #define KVG_MAX_ATTRIBUTES 11
 #define KVG_NUM_CPU_OPS 8
 
@@ -153,20 +153,21 @@ static const kvg_attribute KVG_PAGED_ATTENTION_ATTRIBUTES[] = {
 };
 static const kvg_op KVG_OP_PAGED_ATTENTION = {"paged_attention", 8, 1, 7, KVG_PAGED_ATTENTION_OPERANDS, KVG_PAGED_ATTENTION_ATTRIBUTES};
 
-// update_and_attend: One layer's cache work: rotate q and k (if cos_sin is given), store k and v, attend.
+// update_and_attend: One layer's cache work: RMSNorm of each head of q and k (if q_norm is given), rotate them (if cos_sin is given), store k and v, attend.
 enum {
   KVG_UPDATE_AND_ATTEND_Q, KVG_UPDATE_AND_ATTEND_KV_BLOCKS, KVG_UPDATE_AND_ATTEND_INPUT_ROW_OFFSETS,
   KVG_UPDATE_AND_ATTEND_CACHE_LENGTHS, KVG_UPDATE_AND_ATTEND_LOOKUP_TABLE,
   KVG_UPDATE_AND_ATTEND_MAX_LENGTHS, KVG_UPDATE_AND_ATTEND_K, KVG_UPDATE_AND_ATTEND_V,
   KVG_UPDATE_AND_ATTEND_COS_SIN, KVG_UPDATE_AND_ATTEND_KV_SCALES, KVG_UPDATE_AND_ATTEND_SINKS,
-  KVG_UPDATE_AND_ATTEND_OUT, KVG_UPDATE_AND_ATTEND_KV_BLOCKS_OUT,
-  KVG_UPDATE_AND_ATTEND_KV_SCALES_OUT
+  KVG_UPDATE_AND_ATTEND_Q_NORM, KVG_UPDATE_AND_ATTEND_K_NORM, KVG_UPDATE_AND_ATTEND_OUT,
+  KVG_UPDATE_AND_ATTEND_KV_BLOCKS_OUT, KVG_UPDATE_AND_ATTEND_KV_SCALES_OUT
 };
 enum {
   KVG_UPDATE_AND_ATTEND_ATTR_LAYER, KVG_UPDATE_AND_ATTEND_ATTR_SCALE,
   KVG_UPDATE_AND_ATTEND_ATTR_WINDOW, KVG_UPDATE_AND_ATTEND_ATTR_SOFTCAP,
   KVG_UPDATE_AND_ATTEND_ATTR_CAUSAL, KVG_UPDATE_AND_ATTEND_ATTR_V_HEAD_DIM,
-  KVG_UPDATE_AND_ATTEND_ATTR_CHUNKED, KVG_UPDATE_AND_ATTEND_ATTR_ROPE_STYLE
+  KVG_UPDATE_AND_ATTEND_ATTR_CHUNKED, KVG_UPDATE_AND_ATTEND_ATTR_ROPE_STYLE,
+  KVG_UPDATE_AND_ATTEND_ATTR_NORM_EPSILON, KVG_UPDATE_AND_ATTEND_ATTR_NORM_OFFSET
 };
 static const kvg_operand KVG_UPDATE_AND_ATTEND_OPERANDS[] = {
     {"q", 3, {{6, 0}, {11, 0}, {5, 0}}, 0xeu, 1, 0, -1},
@@ -180,6 +181,8 @@ static const kvg_operand KVG_UPDATE_AND_ATTEND_OPERANDS[] = {
     {"cos_sin", 2, {{13, 0}, {14, 0}}, 0x2u, 0, 1, -1},
     {"kv_scales", 6, {{0, 0}, {1, 0}, {2, 0}, {3, 0}, {4, 0}, {10, 0}}, 0x2u, 0, 1, -1},
     {"sinks", 1, {{11, 0}}, 0x2u, 0, 1, -1},
+    {"q_norm", 1, {{5, 0}}, 0xeu, 1, 1, -1},
+    {"k_norm", 1, {{5, 0}}, 0xeu, 1, 1, -1},
     {"out", 3, {{6, 0}, {11, 0}, {7, 0}}, 0xeu, 1, 0, -1},
     {"kv_blocks_out", 6, {{0, 0}, {1, 0}, {2, 0}, {3, 0}, {4, 0}, {5, 0}}, 0x3eu, 2, 0, 1},
     {"kv_scales_out", 6, {{0, 0}, {1, 0}, {2, 0}, {3, 0}, {4, 0}, {10, 0}}, 0x2u, 0, 1, 9},
@@ -193,8 +196,10 @@ static const kvg_attribute KVG_UPDATE_AND_ATTEND_ATTRIBUTES[] = {
     {"v_head_dim", 0, 0, 0.0},
     {"chunked", 0, 0, 0.0},
     {"rope_style", 0, 0, 0.0},
+    {"norm_epsilon", 1, 0, 0.0},
+    {"norm_offset", 1, 0, 0.0},
 };
-static const kvg_op KVG_OP_UPDATE_AND_ATTEND = {"update_and_attend", 11, 3, 8, KVG_UPDATE_AND_ATTEND_OPERANDS, KVG_UPDATE_AND_ATTEND_ATTRIBUTES};
+static const kvg_op KVG_OP_UPDATE_AND_ATTEND = {"update_and_attend", 13, 3, 10, KVG_UPDATE_AND_ATTEND_OPERANDS, KVG_UPDATE_AND_ATTEND_ATTRIBUTES};
 
 // linear: Up to three linear layers of one input, over weights packed in panels of 16 columns.
 enum {

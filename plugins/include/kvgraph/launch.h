@@ -20,7 +20,7 @@ extern "C" {
 #endif
 
 // Version of the structs and functions below. KVG_ABI_VERSION is separate: ops change more often.
-#define KVG_LAUNCH_ABI_VERSION 2
+#define KVG_LAUNCH_ABI_VERSION 3
 #define KVG_MAX_LAUNCH_ARGUMENTS 62
 
 typedef enum kvg_status {
@@ -88,11 +88,13 @@ typedef struct kvg_launch {
 
 // Constants that the kernels of an op were compiled for. A dim is 0 if the op has no such dim.
 typedef struct kvg_constants {
-  double scale, softcap;
+  double scale, softcap, norm_epsilon, norm_offset;
   int32_t window, chunked, causal, rope_style;
   int32_t num_layers, page_size, num_kv_heads, head_dim, v_head_dim, num_heads, scales_per_head,
       rotary_dim;
   int32_t dtype, pool_dtype;  // kvg_dtype of the type variables T and P
+  int32_t norms;              // 1: heads of q and k are normalised, with norm_epsilon and norm_offset
+  int32_t reserved;           // 0
 } kvg_constants;
 
 // How the kernels of one architecture split a step.
@@ -134,7 +136,7 @@ typedef struct kvg_plan {
 
 // The record in a graph node's `kernels`: a kvg_kernels, then num_archs of kvg_arch_kernels, and no
 // more; little-endian, as hosts are. Version 1 was text.
-#define KVG_KERNELS_VERSION 3
+#define KVG_KERNELS_VERSION 4
 #define KVG_MAX_PARAMETERS 24
 
 typedef enum kvg_parameter_kind {

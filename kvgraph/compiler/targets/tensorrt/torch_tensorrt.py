@@ -39,7 +39,7 @@ from kvgraph.contract.dtypes import ALL, POOLS
 from kvgraph.errors import MissingDependencyError, UnsupportedError
 from kvgraph.kernels import aot
 from kvgraph.kernels.record import images_of, new_images, pack_images, pack_kernels
-from kvgraph.kernels.shapes import AttentionShape, PoolShape, Rope
+from kvgraph.kernels.shapes import AttentionShape, HeadNorm, PoolShape, Rope
 from kvgraph.ops import OPSET_DOMAIN, UPDATE_AND_ATTEND
 from kvgraph.ops.cuda_native import plugins_path
 from kvgraph.ops.native import library_path
@@ -246,6 +246,7 @@ def _shape(tensors: Mapping[str, ITensor], given: Mapping[str, Any]) -> Attentio
     _, _, layers, page_size, kv_heads, head_dim = pool.shape
     scales, cos_sin = tensors.get("kv_scales"), tensors.get("cos_sin")
     rope = Rope(cos_sin.shape[1], bool(given["rope_style"])) if cos_sin is not None else None
+    norm = HeadNorm(given["norm_epsilon"], given["norm_offset"])
     v_head_dim = given["v_head_dim"]
     cache = PoolShape(
         dtype=_dtype("q", query),
@@ -267,6 +268,7 @@ def _shape(tensors: Mapping[str, ITensor], given: Mapping[str, Any]) -> Attentio
         sinks="sinks" in tensors,
         rope=rope,
         chunked=bool(given["chunked"]),
+        norm=norm if "q_norm" in tensors else None,
     )
 
 

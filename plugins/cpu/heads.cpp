@@ -1,4 +1,8 @@
-#include "cpu/rope.h"
+#include "cpu/heads.h"
+
+#include <cmath>
+
+#include "cpu/kernels.h"
 
 namespace kvg {
 
@@ -17,6 +21,17 @@ void rotate(float* __restrict a, float* __restrict b, const float* __restrict co
 }
 
 }  // namespace
+
+void HeadNorm::apply(float* __restrict x) const {
+  const size_t width = weight.size();
+  const float* __restrict factors = weight.data();
+  float squares = 0;
+#pragma omp simd reduction(+ : squares)
+  for (size_t i = 0; i < width; ++i) squares += x[i] * x[i];
+  const float rate = 1 / std::sqrt(squares / static_cast<float>(width) + epsilon);
+#pragma omp simd
+  for (size_t i = 0; i < width; ++i) x[i] = x[i] * rate * factors[i];
+}
 
 void Rope::apply(float* x, int64_t position) const {
   const int64_t half = rotary / 2;
@@ -43,6 +58,15 @@ Rope check_rope(const Operands& in, int cos_sin, int64_t style, const Rows& rows
       refuse("%s: cos_sin: dim max_positions: expected at least the %lld tokens of row %lld, got "
              "%lld", op, ll{rows.length(b)}, ll{b}, ll{positions});
   return {in.data<const float>(cos_sin), rotary, style == 1};
+}
+
+HeadNorm head_norm(const Operands& in, int norm, float epsilon, float offset) {
+  HeadNorm made{{}, epsilon};
+  if (!in.has(norm)) return made;
+  made.weight.resize(static_cast<size_t>(in.dims[KVG_DIM_HEAD_DIM]));
+  dtype(in.dtype(norm)).to_float(in.data<const char>(norm), made.weight.data(), made.weight.size());
+  for (float& factor : made.weight) factor += offset;
+  return made;
 }
 
 }  // namespace kvg
