@@ -15,29 +15,28 @@ from kvgraph.kernels.launch import LaunchPlan
 from kvgraph.kernels.linear_plan import LinearShape, linear_variants, plan_linear
 from kvgraph.kernels.variants import Variant
 from kvgraph.ops import matrices
-from kvgraph.ops.packed import E4M3, INTEGERS, LEVELS, Form
+from kvgraph.ops.packed import E4M3, LEVELS, Form
 from tests.support.matrix_products import LLAMA_8B, QWEN3_30B
 
 BETWEEN = 256 << 20
 """Bytes that are read between two uses of a weight: more than any cache holds."""
 FORMS = {
-    "int8": (8, 0, INTEGERS, False),
-    "int4": (4, 0, INTEGERS, False),
-    "FP8": (8, 128, E4M3, False),
-    "int8 x int8": (8, 0, INTEGERS, True),
-    "FP8 x FP8": (8, 0, E4M3, True),
-    "FP8 blocks x FP8": (8, 128, E4M3, True),
+    "int8": (Form(8), False),
+    "int4": (Form(4), False),
+    "FP8": (Form(8, 128, E4M3), False),
+    "int8 x int8": (Form(8), True),
+    "FP8 x FP8": (Form(8, codes=E4M3), True),
+    "FP8 blocks x FP8": (Form(8, 128, E4M3), True),
 }
-"""Bits, inputs under a scale, kind of numbers, and whether x is rounded to them too."""
+"""Form of the weight, and whether x is rounded to its numbers too."""
 ROWS, EXPERT_ROWS = (1, 16, 64, 256), (1, 8, 64, 1024)
 Tensors = dict[str, torch.Tensor]
 
 
 def linear_shapes() -> Iterator[tuple[str, LinearShape]]:
     for layer, shape in LLAMA_8B.items():
-        for form, (bits, group, codes, rounds) in FORMS.items():
-            own = replace(shape, bits=bits, group=group, codes=codes, rounds=rounds)
-            yield f"{layer}, {form}", own
+        for name, (form, rounds) in FORMS.items():
+            yield f"{layer}, {name}", replace(shape, form=form, rounds=rounds)
 
 
 def experts_shapes() -> Iterator[tuple[str, ExpertsShape]]:
@@ -85,10 +84,10 @@ def decoded(given: Tensors, inputs: int, form: Form) -> torch.Tensor:
 
 def rounded(x: torch.Tensor, shape: LinearShape) -> tuple[torch.Tensor, torch.Tensor]:
     """Numbers of the weight's kind, and a scale for each row `[rows, 1]`."""
-    kind = torch.float8_e4m3fn if shape.codes == E4M3 else torch.int8
-    scales = x.float().abs().amax(1, keepdim=True) / (448 if shape.codes == E4M3 else 127)
+    kind = torch.float8_e4m3fn if shape.form.codes == E4M3 else torch.int8
+    scales = x.float().abs().amax(1, keepdim=True) / (448 if shape.form.codes == E4M3 else 127)
     numbers = x.float() / scales
-    return (numbers if shape.codes == E4M3 else numbers.round()).to(kind), scales
+    return (numbers if shape.form.codes == E4M3 else numbers.round()).to(kind), scales
 
 
 def expected(x: torch.Tensor, given: Tensors, shape: LinearShape) -> list[torch.Tensor]:

@@ -76,7 +76,7 @@ def candidates(shape: LinearShape) -> Iterator[MatrixTiles]:
             (128, 64, 128, 4, 4), (128, 128, 128, 8, 3), (128, 128, 128, 8, 4),
             (128, 256, 128, 8, 3), (256, 64, 128, 8, 4), (256, 128, 128, 8, 3),
         ):  # fmt: skip
-            if block_k <= (shape.group or block_k):
+            if block_k <= (shape.form.group or block_k):
                 yield MatrixTiles(block_m, block_n, block_k, warps, stages)
         return
     for block_m, block_n, warps in (
@@ -85,7 +85,7 @@ def candidates(shape: LinearShape) -> Iterator[MatrixTiles]:
         (128, 64, 4), (128, 128, 8), (128, 128, 4),
         (256, 64, 4), (256, 128, 8),
     ):  # fmt: skip
-        for block_k in (64,) if shape.bits == 4 else (64, 128):
+        for block_k in (64,) if shape.form.bits == 4 else (64, 128):
             for stages in (3, 4):
                 yield MatrixTiles(block_m, block_n, block_k, warps, stages)
 
@@ -172,7 +172,7 @@ class Rows:
         """torch's products of the same bytes, without the rounding of x."""
         numbers, scales = rounded(self.x, self.layer.shape)
         for given in self.layer.sets:
-            if self.layer.shape.codes != E4M3:
+            if self.layer.shape.form.codes != E4M3:
                 torch._int_mm(numbers, given["weight"].T)
                 continue
             of_columns = given["scales"][:1]

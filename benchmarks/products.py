@@ -31,7 +31,7 @@ from kvgraph.kernels.variants import Variant
 from kvgraph.ops.packed import E2M1, E4M3, Form
 
 QWEN3_30B = ExpertsShape("bfloat16", Form(0), Form(0), 128, 8, 2048, 768)
-LLAMA_8B = LinearShape("bfloat16", 8, 4096, (4096, 1024, 1024))
+LLAMA_8B = LinearShape("bfloat16", Form(8), 4096, (4096, 1024, 1024))
 ARCHS = ("sm_80", "sm_90", "sm_120")
 WEIGHTS = ("up", "down", "weight")
 
@@ -41,9 +41,9 @@ def steps(arch: str) -> Iterator[tuple[str, dict[str, Trial]]]:
     for bits in (0, 8, 4):
         yield f"experts, {bits or 16} bits", _of_experts(Form(bits), arch)
     for bits in (8, 4):
-        yield f"q, k, v, {bits} bits", _of_linear(replace(LLAMA_8B, bits=bits), arch)
+        yield f"q, k, v, {bits} bits", _of_linear(replace(LLAMA_8B, form=Form(bits)), arch)
     yield "experts, MXFP4", _of_experts(Form(4, 32, E2M1), arch)
-    yield "q, k, v, FP8", _of_linear(replace(LLAMA_8B, bits=8, group=128, codes=E4M3), arch)
+    yield "q, k, v, FP8", _of_linear(replace(LLAMA_8B, form=Form(8, 128, E4M3)), arch)
 
 
 def _of_experts(form: Form, arch: str) -> dict[str, Trial]:

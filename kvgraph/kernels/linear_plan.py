@@ -28,7 +28,7 @@ from kvgraph.kernels.matrix_tiles import (
 from kvgraph.kernels.shapes import MULTIPROCESSORS, power_of_two
 from kvgraph.kernels.variants import ALIGNMENT, Constant, Variant, absent_of
 from kvgraph.ops.matrices import stored_dtype
-from kvgraph.ops.packed import E4M3, INTEGERS, Form
+from kvgraph.ops.packed import E4M3, Form
 
 SPLIT_SUFFIX = "_split"
 PROGRAMS = 2.1
@@ -56,14 +56,11 @@ class LinearShape:
     """Constants of one quantized_linear."""
 
     dtype: str
-    bits: int
+    form: Form
     in_features: int
     out_features: tuple[int, int, int]
     gated: bool = False
     bias: bool = False
-    group: int = 0
-    codes: int = INTEGERS
-    offsets: bool = False
     rounds: bool = False
     """Whether x is rounded to the weight's kind of number."""
 
@@ -77,23 +74,20 @@ class LinearShape:
         """The shape of a call with x of `dtype`, from the shapes of its operands; it is the same
         when kernels are compiled and when they are launched."""
         first, second, third = (int(attributes[f"out_features{s}"]) for s in ("", "_1", "_2"))
-        form = form_given(shapes, attributes)
         return cls(
             dtype=dtype,
-            bits=form.bits,
+            form=form_given(shapes, attributes),
             in_features=shapes["x"][-1],
             out_features=(first, second, third),
             gated=bool(attributes["silu_mul"]),
             bias="bias" in shapes,
-            group=form.group,
-            codes=form.codes,
-            offsets=form.has_offsets,
             rounds=bool(attributes["x_bits"]),
         )
 
     @property
-    def form(self) -> Form:
-        return Form(self.bits, self.group, self.codes, self.offsets)
+    def stored(self) -> str:
+        """dtype in which the weight's numbers are stored."""
+        return stored_dtype(self.form.bits, self.form.codes, self.dtype)
 
     @property
     def columns(self) -> int:
@@ -148,7 +142,7 @@ def parts_of(shape: LinearShape, arch: str, role: str, rows: int) -> int:
         return 1
     tiles = _tiles(shape, arch, role)
     programs = ceildiv(rows, tiles.block_m) * ceildiv(shape.columns, tiles.block_n)
-    each = PROGRAMS_OF_ROUNDED[role, bool(shape.group)] if shape.rounds else PROGRAMS
+    each = PROGRAMS_OF_ROUNDED[role, bool(shape.form.group)] if shape.rounds else PROGRAMS
     wanted = round(each * MULTIPROCESSORS[arch] / programs)
     return max(min(wanted, MOST_PARTS, _blocks(shape, tiles) // LEAST_BLOCKS), 1)
 
@@ -221,7 +215,7 @@ def plan_join(shape: LinearShape, rows: int) -> LaunchPlan:
 def is_library(shape: LinearShape, arch: str) -> bool:
     """Whether torch's library computes products of many rows with this weight: FP8 with scales of
     columns, bfloat16 results, lines of whole 16 bytes, and sm_90, on which it was measured."""
-    is_float8 = shape.rounds and shape.codes == E4M3 and not shape.group
+    is_float8 = shape.rounds and shape.form.codes == E4M3 and not shape.form.group
     fits = shape.in_features % ALIGNMENT == shape.columns % ALIGNMENT == 0
     return is_float8 and fits and shape.dtype == "bfloat16" and arch == "sm_90"
 
@@ -229,7 +223,7 @@ def is_library(shape: LinearShape, arch: str) -> bool:
 def is_expanded(shape: LinearShape, arch: str) -> bool:
     """Whether many rows are multiplied by the expanded weight. int8 by int8 is not: its kernels are
     estimated to be as fast."""
-    return not is_library(shape, arch) and not (shape.rounds and shape.codes != E4M3)
+    return not is_library(shape, arch) and not (shape.rounds and shape.form.codes != E4M3)
 
 
 def has_parts(shape: LinearShape) -> bool:
@@ -268,7 +262,7 @@ def _blocks(shape: LinearShape, tiles: MatrixTiles) -> int:
 
 def _inputs_of_step(shape: LinearShape, tiles: MatrixTiles) -> int:
     """Inputs of a step; a step of nibbles has twice as many as of bytes."""
-    return tiles.block_k * (2 if shape.bits == 4 else 1)
+    return tiles.block_k * (2 if shape.form.bits == 4 else 1)
 
 
 def _variant(shape: LinearShape, arch: str, role: str) -> Variant:
@@ -291,7 +285,7 @@ def _variant_of(shape: LinearShape, arch: str, role: str, tiles: MatrixTiles) ->
         variants.QUANTIZED_LINEAR,
         role,
         shape.dtype,
-        stored_dtype(shape.bits, shape.codes, shape.dtype),
+        shape.stored,
         constants,
         tiles.num_warps,
         tiles.num_stages,
@@ -301,7 +295,7 @@ def _variant_of(shape: LinearShape, arch: str, role: str, tiles: MatrixTiles) ->
 
 @lru_cache
 def _round_variant(shape: LinearShape, *, restores: bool = False) -> Variant:
-    stored = stored_dtype(shape.bits, shape.codes, shape.dtype)
+    stored = shape.stored
     block = power_of_two(shape.in_features, 16)
     constants: dict[str, Constant] = {
         "IN": shape.in_features,
@@ -337,9 +331,8 @@ def _expand_variant(shape: LinearShape, arch: str) -> Variant:
         "BLOCK_N": EXPANDED_COLUMNS,
         **{name: product[name] for name in ("BITS", "GROUP", "CODES", "FP8_NATIVE", "BLOCK_K")},
     }
-    stored = stored_dtype(shape.bits, shape.codes, shape.dtype)
     absent = absent_operands(shape.form, has_bias=True)
-    return Variant(variants.EXPAND_WEIGHT, "", shape.dtype, stored, constants, 4, 1, absent)
+    return Variant(variants.EXPAND_WEIGHT, "", shape.dtype, shape.stored, constants, 4, 1, absent)
 
 
 def _outputs(shape: LinearShape) -> dict[str, Constant]:

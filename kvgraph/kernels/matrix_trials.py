@@ -127,18 +127,14 @@ def experts_trial(shape: ExpertsShape, arch: str, name: str, rows: int = 0) -> T
 
 def linear_shape(variant: Variant) -> LinearShape:
     """The shape that a kernel of `quantized_linear` was compiled for."""
-    form = _form(variant, "group_bytes")
     given = {name: int(str(variant.constants[name])) for name in ("IN", *WIDTHS)}
     return LinearShape(
         dtype=variant.dtype,
-        bits=form.bits,
+        form=_form(variant, "group_bytes"),
         in_features=given["IN"],
         out_features=(given["OUT"], given["OUT_1"], given["OUT_2"]),
         gated=bool(variant.constants["GATED"]),
         bias="bias" not in variant.absent,
-        group=form.group,
-        codes=form.codes,
-        offsets=form.has_offsets,
         rounds="x" in variant.absent,
     )
 
@@ -154,9 +150,7 @@ def linear_trial(shape: LinearShape, arch: str, name: str, rows: int = 0) -> Tri
     }
     found = QUANTIZED_LINEAR.reference(
         *(given[operand.name] for operand in QUANTIZED_LINEAR.inputs),
-        bits=shape.bits,
-        group=shape.group,
-        codes=shape.codes,
+        **shape.form.attributes(),
         silu_mul=int(shape.gated),
         x_bits=8 if shape.rounds else 0,
         **dict(zip(OUT_FEATURES, shape.out_features, strict=True)),
@@ -187,7 +181,7 @@ def restore_trial(shape: LinearShape) -> Trial:
     x = np.random.default_rng(0).standard_normal((FEW, shape.in_features))
     x[1] = 0
     given = {"x": x.astype(DTYPES[shape.dtype].numpy)}
-    wanted = {"restored": matrices.rounded(given["x"], shape.codes).astype(given["x"].dtype)}
+    wanted = {"restored": matrices.rounded(given["x"], shape.form.codes).astype(given["x"].dtype)}
     held = given | {"restored": np.full_like(given["x"], np.nan)}
     return Trial(RESTORE, plan_round(shape, FEW, restores=True), held, wanted)
 
@@ -217,7 +211,7 @@ def expand_trial(shape: LinearShape, arch: str) -> Trial:
     stored = _weight(rng, "", (shape.columns,), inputs, unbiased, shape.form)
     weight = stored["weight"]
     assert weight is not None
-    form = shape.in_features, shape.bits, shape.group, shape.codes
+    form = shape.in_features, shape.form.bits, shape.form.group, shape.form.codes
     plain = matrices.decode(weight, stored["scales"], stored["group_bytes"], *form)[first:]
     if shape.gated:
         plain = np.concatenate([plain[::2], plain[1::2]])

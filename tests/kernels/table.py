@@ -85,7 +85,7 @@ def product_variants(arch: str) -> list[tuple[str, Variant]]:
         name = f"experts {bits or 16} bits K2048 I768"
         found += [(name, v) for v in experts_plan.experts_variants(experts, arch) if v.role]
         for layer, given in LLAMA_8B.items() if bits else ():
-            shape = replace(given, dtype=dtype, bits=bits)
+            shape = in_form(replace(given, dtype=dtype), bits)
             variants_ = linear_plan.linear_variants(shape, arch)
             found += [(f"{layer} {bits} bits", variant) for variant in variants_]
     return found

@@ -95,12 +95,12 @@ def test_more_experts_than_a_program_holds_are_refused() -> None:
 @pytest.mark.parametrize("arch", ["sm_75", "sm_80", "sm_90"])
 @pytest.mark.parametrize("bits", [8, 4])
 def test_layers_that_no_grid_holds_are_refused(arch: str, bits: int) -> None:
-    wide = LinearShape("bfloat16", bits, 256, (1 << 24, 0, 0))
+    wide = LinearShape("bfloat16", Form(bits), 256, (1 << 24, 0, 0))
     text = "quantized_linear: expected a layer of at most {} on cuda, got {}; split the layer"
     for planned in (linear_variants, partial(plan_linear, rows=1)):
         with pytest.raises(UnsupportedError, match=text.format(r"\d+ columns", 1 << 24)):
             planned(wide, arch)
-    deep = LinearShape("bfloat16", bits, 1 << 24, (256, 0, 0))
+    deep = LinearShape("bfloat16", Form(bits), 1 << 24, (256, 0, 0))
     with pytest.raises(UnsupportedError, match=text.format(r"\d+ inputs", 1 << 24)):
         linear_variants(deep, arch)
     for name in ("in_features", "inner_features"):
@@ -110,7 +110,7 @@ def test_layers_that_no_grid_holds_are_refused(arch: str, bits: int) -> None:
 
 
 def test_the_most_columns_of_a_grid_are_planned() -> None:
-    most = LinearShape("bfloat16", 8, 4096, (65535 * 32, 0, 0))
+    most = LinearShape("bfloat16", Form(8), 4096, (65535 * 32, 0, 0))
     (launch,) = plan_linear(most, "sm_90", 1).launches
     assert launch.grid == (1, 65535)
 
@@ -298,9 +298,9 @@ def test_products_read_whole_sectors_and_meet_no_bank_conflicts(
 ) -> None:
     shapes: list[Shape] = [experts("bfloat16", Form(bits), 4, 2, 256, 128)]
     if bits:
-        shapes.append(LinearShape("bfloat16", bits, 256, (128, 64, 64)))
+        shapes.append(LinearShape("bfloat16", Form(bits), 256, (128, 64, 64)))
         codes = E2M1 if bits == 4 else E4M3
-        shapes.append(LinearShape("bfloat16", bits, 256, (128, 64, 64), group=32, codes=codes))
+        shapes.append(LinearShape("bfloat16", Form(bits, 32, codes), 256, (128, 64, 64)))
     for shape in shapes:
         trial = trials_of(shape, arch)["few"]()
         memory = PlanMemory(trial.plan, trial.given)

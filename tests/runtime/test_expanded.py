@@ -17,6 +17,7 @@ from kvgraph.kernels.launch import LaunchPlan
 from kvgraph.kernels.linear_plan import LinearShape, is_expanded, linear_variants
 from kvgraph.kernels.matrix_trials import linear_trial
 from kvgraph.ops import QUANTIZED_LINEAR, torch_fusions
+from kvgraph.ops.packed import Form
 from kvgraph.runtime.sessions import expanded
 from kvgraph.runtime.sessions.expanded import Expanded, Operands
 from kvgraph.runtime.sessions.launches import QuantizedLinear
@@ -67,7 +68,7 @@ def test_a_weight_in_full_gives_what_the_kernels_of_few_rows_give(
 
 def test_rows_say_who_multiplies(kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(expanded, "CONVERTED_ROWS", 5)
-    shape = LinearShape("bfloat16", 8, 64, (32, 16, 0), bias=True)
+    shape = LinearShape("bfloat16", Form(8), 64, (32, 16, 0), bias=True)
     trial = linear_trial(shape, "sm_90", "few", rows=6)
     given = {name: tensor(held, "cpu") for name, held in trial.given.items()}
     graph, gpu = torch.fx.Graph(), Executing(kernels)

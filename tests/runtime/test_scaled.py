@@ -15,7 +15,7 @@ from torch import nn
 from kvgraph.kernels.linear_plan import LinearShape, is_library, linear_variants
 from kvgraph.kernels.matrix_trials import linear_trial
 from kvgraph.ops import QUANTIZED_LINEAR, torch_fusions
-from kvgraph.ops.packed import E4M3
+from kvgraph.ops.packed import E4M3, Form
 from kvgraph.runtime.sessions import launches
 from kvgraph.runtime.sessions.launches import QuantizedLinear
 from kvgraph.runtime.sessions.scaled import Scaled
@@ -24,7 +24,7 @@ from tests.support.matrix import tensor
 from tests.support.matrix_products import name_of
 from tests.support.ptx_matrix import Kernels
 
-PLAIN = LinearShape("bfloat16", 8, 256, (64, 0, 0), codes=E4M3, rounds=True)
+PLAIN = LinearShape("bfloat16", Form(8, codes=E4M3), 256, (64, 0, 0), rounds=True)
 SHAPES = (
     PLAIN,
     replace(PLAIN, bias=True),
@@ -56,8 +56,8 @@ def test_the_library_gives_what_the_kernels_give(kernels: Kernels, shape: Linear
 @pytest.mark.parametrize(
     "other",
     [
-        {"group": 128},
-        {"codes": 0},
+        {"form": Form(8, 128, E4M3)},
+        {"form": Form(8)},
         {"dtype": "float16"},
         {"in_features": 200},
         {"out_features": (40, 0, 0)},

@@ -28,9 +28,9 @@ def in_form(
     shape: Shape, bits: int, group: int = 0, codes: int = INTEGERS, offsets: bool = False
 ) -> Shape:
     """`shape` with all its weights in one form."""
-    if isinstance(shape, LinearShape):
-        return replace(shape, bits=bits, group=group, codes=codes, offsets=offsets)
     form = Form(bits, group, codes, offsets)
+    if isinstance(shape, LinearShape):
+        return replace(shape, form=form)
     return replace(shape, up=form, down=form)
 
 
@@ -61,42 +61,42 @@ EXPERTS = (
     experts("float16", Form(4, 64, INTEGERS, True), 4, 2, 128, 64, down=PLAIN),
 )
 LINEARS = (
-    LinearShape("float32", 8, 72, (40, 0, 0)),
-    LinearShape("bfloat16", 8, 160, (96, 48, 40), bias=True),
-    LinearShape("bfloat16", 8, 200, (72, 0, 0), gated=True),
-    LinearShape("float16", 4, 256, (64, 32, 0)),
-    LinearShape("bfloat16", 4, 200, (72, 0, 0), gated=True, bias=True),
-    LinearShape("bfloat16", 4, 160, (64, 32, 0), bias=True, group=32, offsets=True),
-    LinearShape("float16", 4, 200, (72, 0, 0), gated=True, group=128, offsets=True),
-    LinearShape("bfloat16", 4, 96, (72, 0, 0), group=32, codes=E2M1),
-    LinearShape("float16", 8, 200, (72, 0, 0), group=64, codes=INT8),
-    LinearShape("bfloat16", 8, 200, (72, 0, 0), gated=True, group=128, codes=E4M3),
-    LinearShape("float32", 8, 96, (40, 0, 0), group=32, codes=E4M3),
-    LinearShape("bfloat16", 4, 200, (72, 0, 0), gated=True, group=32, codes=EIGHTHS, offsets=True),
-    LinearShape("float16", 4, 608, (40, 0, 0), group=32, codes=EIGHTHS, offsets=True),
+    LinearShape("float32", Form(8), 72, (40, 0, 0)),
+    LinearShape("bfloat16", Form(8), 160, (96, 48, 40), bias=True),
+    LinearShape("bfloat16", Form(8), 200, (72, 0, 0), gated=True),
+    LinearShape("float16", Form(4), 256, (64, 32, 0)),
+    LinearShape("bfloat16", Form(4), 200, (72, 0, 0), gated=True, bias=True),
+    LinearShape("bfloat16", Form(4, 32, has_offsets=True), 160, (64, 32, 0), bias=True),
+    LinearShape("float16", Form(4, 128, has_offsets=True), 200, (72, 0, 0), gated=True),
+    LinearShape("bfloat16", Form(4, 32, E2M1), 96, (72, 0, 0)),
+    LinearShape("float16", Form(8, 64, INT8), 200, (72, 0, 0)),
+    LinearShape("bfloat16", Form(8, 128, E4M3), 200, (72, 0, 0), gated=True),
+    LinearShape("float32", Form(8, 32, E4M3), 96, (40, 0, 0)),
+    LinearShape("bfloat16", Form(4, 32, EIGHTHS, has_offsets=True), 200, (72, 0, 0), gated=True),
+    LinearShape("float16", Form(4, 32, EIGHTHS, has_offsets=True), 608, (40, 0, 0)),
     # Several steps of slices, and a last one that not all slices have.
-    LinearShape("bfloat16", 8, 1160, (40, 0, 0)),
-    LinearShape("bfloat16", 4, 1160, (40, 0, 0)),
-    LinearShape("float16", 4, 608, (40, 0, 0), group=32, offsets=True),
-    LinearShape("bfloat16", 8, 1160, (40, 0, 0), group=128, codes=E4M3),
-    LinearShape("bfloat16", 8, 584, (40, 0, 0), group=64, codes=INT8),
+    LinearShape("bfloat16", Form(8), 1160, (40, 0, 0)),
+    LinearShape("bfloat16", Form(4), 1160, (40, 0, 0)),
+    LinearShape("float16", Form(4, 32, has_offsets=True), 608, (40, 0, 0)),
+    LinearShape("bfloat16", Form(8, 128, E4M3), 1160, (40, 0, 0)),
+    LinearShape("bfloat16", Form(8, 64, INT8), 584, (40, 0, 0)),
     # Rows that are rounded too, in one step and in several parts.
-    LinearShape("bfloat16", 8, 200, (72, 0, 0), gated=True, codes=E4M3, rounds=True),
-    LinearShape("float16", 8, 208, (64, 40, 0), bias=True, group=128, codes=E4M3, rounds=True),
-    LinearShape("bfloat16", 8, 1160, (40, 0, 0), codes=E4M3, rounds=True),
-    LinearShape("bfloat16", 8, 1160, (40, 0, 0), group=128, codes=E4M3, rounds=True),
-    LinearShape("bfloat16", 8, 208, (64, 32, 16), bias=True, codes=E4M3, rounds=True),
-    LinearShape("bfloat16", 8, 160, (96, 48, 40), bias=True, rounds=True),
-    LinearShape("float16", 8, 1160, (40, 0, 0), rounds=True),
+    LinearShape("bfloat16", Form(8, codes=E4M3), 200, (72, 0, 0), gated=True, rounds=True),
+    LinearShape("float16", Form(8, 128, E4M3), 208, (64, 40, 0), bias=True, rounds=True),
+    LinearShape("bfloat16", Form(8, codes=E4M3), 1160, (40, 0, 0), rounds=True),
+    LinearShape("bfloat16", Form(8, 128, E4M3), 1160, (40, 0, 0), rounds=True),
+    LinearShape("bfloat16", Form(8, codes=E4M3), 208, (64, 32, 16), bias=True, rounds=True),
+    LinearShape("bfloat16", Form(8), 160, (96, 48, 40), bias=True, rounds=True),
+    LinearShape("float16", Form(8), 1160, (40, 0, 0), rounds=True),
 )
 SHAPES: tuple[Shape, ...] = (*EXPERTS, *LINEARS)
 
 # Of models that run on one GPU.
 QWEN3_30B = experts("bfloat16", PLAIN, 128, 8, 2048, 768)
 LLAMA_8B = {
-    "q, k and v": LinearShape("bfloat16", 8, 4096, (4096, 1024, 1024)),
-    "gate and up": LinearShape("bfloat16", 8, 4096, (14336, 0, 0), gated=True),
-    "down": LinearShape("bfloat16", 8, 14336, (4096, 0, 0)),
+    "q, k and v": LinearShape("bfloat16", Form(8), 4096, (4096, 1024, 1024)),
+    "gate and up": LinearShape("bfloat16", Form(8), 4096, (14336, 0, 0), gated=True),
+    "down": LinearShape("bfloat16", Form(8), 14336, (4096, 0, 0)),
 }
 
 
