@@ -82,6 +82,7 @@ class ModelSizes:
     `table_elements`: elements of embedding tables. `other_elements`: elements of all parameters
     outside tables, linear layers and experts that have a CPU kernel.
     `rotary_dims`: dims of each rotary embedding that a table by position can hold.
+    `share_bytes`: bytes of the tables by which a rank finds its share.
     """
 
     architecture: str
@@ -97,6 +98,7 @@ class ModelSizes:
     experts: tuple[Experts, ...] = ()
     notes: tuple[str, ...] = ()
     """Sentences about the model that a plan prints."""
+    share_bytes: int = 0
     most_seq_len: int = 0
     """Longest context, in tokens, that the user may ask for, if it is above `max_seq_len`."""
 
@@ -161,7 +163,8 @@ class ModelSizes:
         table = self.table_elements * itemsize("bfloat16" if bits is not None and on_cpu else dtype)
         mixtures = sum(mixture.bytes for mixture in self.mixtures(dtype, bits, on_cpu))
         own = self._linear_bytes(dtype, bits, on_cpu, with_tied=bits is not None)
-        return own + table + mixtures + self._other_bytes(dtype) + sum(self._rotary_tables())
+        tables = table + sum(self._rotary_tables()) + self.share_bytes
+        return own + tables + mixtures + self._other_bytes(dtype)
 
     def read_bytes(self, dtype: str, bits: int | None, on_cpu: bool, rows: int) -> int:
         """Bytes of weights that a step of `rows` rows reads. Of tables, only a tied head counts."""

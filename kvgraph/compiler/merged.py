@@ -26,6 +26,8 @@ class Merged(Values):
         self.bits = max(each.bits for each in sources)
         self.least_bits = min(each.bits for each in sources)
         self.stored_bits = min(each.stored_bits for each in sources)
+        kinds = {each.plain_dtype for each in sources}
+        self.plain_dtype = kinds.pop() if len(kinds) == 1 else None
         self.x_bits = min(each.x_bits for each in sources)
         self.sources = sources
 

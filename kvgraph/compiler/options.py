@@ -227,5 +227,6 @@ def check_weights(weights: str | None, target: Target, backend: Backend, dtype: 
         return
     if dtype not in (None, "float32"):
         raise UnsupportedError(
-            f"dtype: expected float32 activations with weights {weights!r}, got {dtype!r}"
+            f"dtype: expected float32 activations with weights {weights!r}, got {dtype!r}; "
+            "leave it out with such weights"
         )

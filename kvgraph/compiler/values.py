@@ -85,6 +85,8 @@ class Values(ABC):
     """Bits of a number in the checkpoint: 8 for FP8, although `bits` are those of a plain one."""
     least_bits: int = PLAIN_BITS
     """Fewest `bits` of the tensors that it is made of, if they are several."""
+    plain_dtype: torch.dtype | None = None
+    """The checkpoint's dtype of its numbers, if all are stored as they are in one dtype."""
     x_bits: int = 0
     """Bits to which the checkpoint's maker rounds the layer's inputs at run time; 0: none."""
     is_coded_transposed: bool = False
@@ -130,7 +132,7 @@ class Plain(Values):
         self.stored = stored
         self.where = f"{stored.path}: {stored.name}"
         self.shape = stored.shape
-        self.dtype = TORCH_DTYPES[stored.dtype]
+        self.dtype = self.plain_dtype = TORCH_DTYPES[stored.dtype]
 
     def open(self) -> Rows:
         return self._rows
@@ -183,6 +185,7 @@ class Derived(Values):
     ) -> None:
         self.where, self.bits, self.x_bits = source.where, source.bits, source.x_bits
         self.stored_bits, self.least_bits = source.stored_bits, source.least_bits
+        self.plain_dtype = source.plain_dtype
         self.shape = source.shape if shape is None else tuple(shape)
         self.dtype = dtype or source.dtype
         self.is_coded_transposed = source.is_coded_transposed

@@ -48,6 +48,11 @@ class Weights:
 
     widened: set[str] = field(default_factory=set)
     """`where` of layers stored in FP8 that could not be kept so, and are widened."""
+    narrowed: defaultdict[str, set[str]] = field(default_factory=lambda: defaultdict(set))
+    """Name of a dtype -> `where` of layers that the checkpoint has in it, and that are rounded to
+    PLAIN_BITS."""
+    mixtures: set[str] = field(default_factory=set)
+    """`where` of weights of all experts of a layer."""
     wide: set[str] = field(default_factory=set)
     """`where` of layers with more inputs than kernels can sum in the bits that they would have."""
     inputs_rounded: set[str] = field(default_factory=set)
@@ -97,6 +102,7 @@ class Weights:
         `bits`: bits of the form. AS_STORED: what `joined_form` says of all layers.
         `can_keep`: whether stored forms may be used. `takes`: whether kernels support a form.
         """
+        self.mixtures |= {each.where for each in sources if len(each.shape) > 2}
         if bits != AS_STORED:
             return self._rounded_to(bits, sources, takes), False
         kept = [source if can_keep else KeptAs(None, source.bits) for source in sources]
@@ -117,10 +123,14 @@ class Weights:
 
     def note_plain(self, sources: Iterable[Values]) -> None:
         """Record the layers of `sources` that become plain, though the checkpoint has them in fewer
-        bits: in FP8, or a part of their tensors."""
+        bits: in FP8, or a part of their tensors. Record those too that lose bits, as packed weights
+        in 16 bits are bfloat16."""
         plain = [each for each in sources if each.bits >= PLAIN_BITS]
         self.widened |= {each.where for each in plain if each.stored_bits < PLAIN_BITS}
         self.rounded[PLAIN_BITS] |= {each.where for each in plain if each.least_bits < PLAIN_BITS}
+        for each in plain if self.plain == NAMES[PLAIN_BITS] else ():
+            if each.plain_dtype in (torch.float16, torch.float32):
+                self.narrowed[str(each.plain_dtype).removeprefix("torch.")].add(each.where)
 
     def notes(self) -> list[str]:
         """Notes for the manifest on layers that were rounded or widened, and on rounded inputs."""
@@ -128,19 +138,26 @@ class Weights:
         notes = [
             f"weights: {len(layers)} of the layers that the checkpoint has in fewer bits are "
             f"rounded to {names[bits]}, since no kernel takes their form, or that of a layer "
-            "beside them"
+            f"beside them{self._count_of_experts(layers)}"
             for bits, layers in sorted(self.rounded.items())
             if layers
         ]
         if self.widened:
             notes.append(
                 f"weights: {len(self.widened)} of the layers that the checkpoint has in FP8 have "
-                f"{self.plain}, since no kernel takes their form, or that of a layer of their input"
+                f"{self.plain}, since no kernel takes their form, or that of a layer of their "
+                f"input{self._count_of_experts(self.widened)}"
             )
+        notes += [
+            f"weights: {self.plain} for {len(layers)} {plural('layer', len(layers))} that the "
+            f"checkpoint has in {dtype}, whose numbers lose bits{self._count_of_experts(layers)}"
+            for dtype, layers in sorted(self.narrowed.items())
+        ]
         if self.wide:
             notes.append(
                 f"weights: {self.plain} for {len(self.wide)} {plural('layer', len(self.wide))}, "
-                f"since kernels sum at most {MOST_SUMMED} inputs in int8 or int4 without groups"
+                f"since kernels sum at most {MOST_SUMMED} inputs in int8 or int4 without "
+                f"groups{self._count_of_experts(self.wide)}"
             )
         notes += [
             f"weights: {dtype} for {len(names)} token {plural('table', len(names))} that the "
@@ -153,6 +170,12 @@ class Weights:
                 "bits, a scale for each row, since the checkpoint was made for rounded inputs"
             )
         return notes
+
+    def _count_of_experts(self, layers: set[str]) -> str:
+        """The end of a note that counts `layers`: how it counts those of experts, if any."""
+        if layers.isdisjoint(self.mixtures):
+            return ""
+        return "; all experts of a layer count as two: gate with up, and down"
 
     def later(self, names: Iterable[str], make: Make) -> None:
         """Register `make`, which yields all of `names` when they are written."""

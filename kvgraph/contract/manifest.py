@@ -33,7 +33,7 @@ from kvgraph.contract.manifest_values import (
 from kvgraph.contract.mixtures import Mixture
 from kvgraph.contract.plain import JsonObject, from_json, from_plain, in_short, to_json, to_plain
 from kvgraph.contract.signature import GraphSignature
-from kvgraph.contract.versions import of_other, read_from
+from kvgraph.contract.versions import number_of_other, read_from
 from kvgraph.errors import ArtifactError
 from kvgraph.signal_handlers import reraise_if_signalled
 
@@ -261,10 +261,9 @@ def read_manifest(folder: Path) -> Manifest:
         if type(version) is not int:
             raise ValueError(f"schema_version: expected int, got {version!r}")
         if version != SCHEMA_VERSION:
-            raise ArtifactError(
-                f"{path}: schema_version: expected {SCHEMA_VERSION} from this kvgraph, "
-                f"got {in_short(version)}{of_other(fields.get('kvgraph_version'))}"
-            )
+            written = fields.get("kvgraph_version")
+            said = number_of_other("schema_version", SCHEMA_VERSION, version, written)
+            raise ArtifactError(f"{path}: {said}")
         require_plain_text(fields)
         fields = _checked(path, fields)
         engine = fields.get("engine")

@@ -34,6 +34,11 @@ def other_version(written: object) -> str | None:
     return str(written) if known and version_of() not in (UNKNOWN, written) else None
 
 
+def number_of_other(name: str, own: int, found: int, written: object) -> str:
+    """The sentence on the number `name` of an artifact that is not this kvgraph's."""
+    return f"{name}: expected {own} from this kvgraph, got {in_short(found)}{of_other(written)}"
+
+
 def of_other(written: object) -> str:
     """Text for an error about a number that another version wrote: that version, if it is known,
     and the next step."""

@@ -28,7 +28,7 @@ from kvgraph.compiler.targets.tensorrt.engine import (
     RTX,
 )
 from kvgraph.contract.devices import PORTABLE, Target
-from kvgraph.contract.file_names import ENGINE_NAME, PLUGINS_NAME
+from kvgraph.contract.file_names import ENGINE_NAME
 from kvgraph.contract.files import as_path, reading
 from kvgraph.contract.manifest import (
     MANIFEST_NAME,
@@ -37,9 +37,10 @@ from kvgraph.contract.manifest import (
     read_manifest,
     write_manifest,
 )
-from kvgraph.contract.plain import from_plain, in_short
+from kvgraph.contract.plain import from_plain
 from kvgraph.errors import ArtifactError, BindingError, MissingDependencyError, UnsupportedError
 from kvgraph.progress import Progress
+from kvgraph.rebuild.described import describing
 from kvgraph.runtime.artifact import verify
 
 TOOLS = ("torch", "onnx", "onnx-ir")
@@ -198,20 +199,13 @@ def _provide_kernels(folder: Path, archs: Sequence[str], dtype: str, progress: P
 
     kernels = folder / "kernels"
     wanted = lower.kernel_archs(archs, dtype) if archs == (PORTABLE,) else tuple(archs)
-    try:
-        with reading(kernels / PLUGINS_NAME, ArtifactError):
-            present = {path.name for path in kernels.iterdir() if path.is_dir()}
-            described = json.loads((kernels / PLUGINS_NAME).read_text(encoding="utf-8"))
+    with describing(kernels) as path:
+        with reading(path, ArtifactError):
+            present = {each.name for each in kernels.iterdir() if each.is_dir()}
+            described = json.loads(path.read_text(encoding="utf-8"))
         shapes = dict(enumerate(map(lower.shape_of, described["shapes"])))
         places = from_plain(dict[str, int], described["nodes"], "nodes")
         nodes = {name: shapes[index] for name, index in places.items()}
-    except ArtifactError:
-        raise
-    except (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
-        raise ArtifactError(
-            f"kernels/{PLUGINS_NAME}: expected what compile writes of its kernels, got a damaged "
-            f"file ({in_short(error)})"
-        ) from error
     if set(wanted) <= present:
         return
     shutil.rmtree(kernels)

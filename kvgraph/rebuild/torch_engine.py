@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING, Any
 
 from kvgraph.compiler.targets.tensorrt.build import Shapes, answer
 from kvgraph.compiler.targets.tensorrt.engine import BY_TORCH
-from kvgraph.contract.file_names import PLUGINS_NAME, PROGRAM_NAME
+from kvgraph.contract.file_names import PROGRAM_NAME
 from kvgraph.contract.files import reading
-from kvgraph.contract.plain import in_short
 from kvgraph.errors import ArtifactError, UnsupportedError
 from kvgraph.kernels.record import image_digests
+from kvgraph.rebuild.described import describing
 
 if TYPE_CHECKING:
     from torch.export import ExportedProgram
@@ -116,23 +116,15 @@ def kernels_of(folder: Path) -> Kernels:
     """
     from kvgraph.compiler.targets.tensorrt.lower import shape_of
 
-    path = folder / PLUGINS_NAME
-    try:
+    kernels = {}
+    with describing(folder) as path:
         with reading(path, ArtifactError):
             described = json.loads(path.read_text(encoding="utf-8"))
-        kernels = {}
         for fields, packed in zip(described["shapes"], described["kernels"], strict=True):
             record = b64decode(packed)
             files = {d: described["images"][d] for d in image_digests(record)}
             images = {d: (path.parent / name).read_bytes() for d, name in files.items()}
             kernels[shape_of(fields)] = (record, images)
-    except ArtifactError:
-        raise
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ArtifactError(
-            f"{path}: expected what compile writes of its kernels, got a damaged file "
-            f"({in_short(error)})"
-        ) from error
     return kernels
 
 

@@ -16,9 +16,8 @@ from kvgraph.contract.manifest import MANIFEST_NAME, Binding, read_manifest
 from kvgraph.contract.params import KVCacheParams, KVCacheStrategy
 from kvgraph.contract.plain import in_short
 from kvgraph.contract.signature import GraphSignature
-from kvgraph.contract.versions import AGAIN, of_other
+from kvgraph.contract.versions import AGAIN
 from kvgraph.errors import ArtifactError, RequestError, UnsupportedError
-from kvgraph.ops.specs import ABI_VERSION
 from kvgraph.runtime.external import require_model
 from kvgraph.runtime.folder import ATTENTION, ArtifactFolder, state_of
 from kvgraph.runtime.intact import require_intact
@@ -137,11 +136,8 @@ class Artifact(ArtifactFolder):
     def require_consistent(self) -> None:
         """Raise ArtifactError unless ops, bindings, layout and files fit this kvgraph."""
         where, manifest = self.folder / "manifest.json", self.manifest
-        if manifest.op_abi_version != ABI_VERSION:
-            raise ArtifactError(
-                f"{where}: op_abi_version: expected {ABI_VERSION} from this kvgraph, "
-                f"got {manifest.op_abi_version}{of_other(manifest.kvgraph_version)}"
-            )
+        if self.other_abi:
+            raise ArtifactError(self.other_abi)
         try:
             backend = find_backend(manifest.backend)
         except UnsupportedError as error:

@@ -12,13 +12,15 @@ from typing import TypeAlias
 from kvgraph.contract.devices import Device, Target
 from kvgraph.contract.files import KINDS
 from kvgraph.contract.hashes import FileEntry, verify_files
-from kvgraph.contract.manifest import Manifest, read_manifest
+from kvgraph.contract.manifest import MANIFEST_NAME, Manifest, read_manifest
 from kvgraph.contract.params import KVCacheParams
 from kvgraph.contract.plain import in_short
 from kvgraph.contract.shards import shards_of
 from kvgraph.contract.signature import GraphSignature
 from kvgraph.contract.trees import MultiKVCacheParams, params_from_layout
+from kvgraph.contract.versions import number_of_other
 from kvgraph.errors import ArtifactError
+from kvgraph.ops.specs import ABI_VERSION
 from kvgraph.signal_handlers import reraise_if_signalled
 
 FileState: TypeAlias = tuple[int, ...] | None
@@ -123,6 +125,15 @@ class ArtifactFolder:
                 f"{self.file(name)}: windows of attention: expected {in_short(expected)} from the "
                 f"manifest, got {in_short(got)}; compile the model again"
             )
+
+    @property
+    def other_abi(self) -> str:
+        """The sentence on the ABI version of its ops, if it is not this kvgraph's; else empty."""
+        found, written = self.manifest.op_abi_version, self.manifest.kvgraph_version
+        if found == ABI_VERSION:
+            return ""
+        said = number_of_other("op_abi_version", ABI_VERSION, found, written)
+        return f"{self.folder / MANIFEST_NAME}: {said}"
 
     @property
     def ranks(self) -> int:

@@ -40,6 +40,20 @@ def test_a_number_of_another_version(artifact: Path, name: str, ours: int) -> No
     )
 
 
+@pytest.mark.parametrize("options", [(), ("--json",)])
+def test_inspect_shows_an_artifact_of_another_abi(artifact: Path, options: tuple[str]) -> None:
+    shown = run("inspect", artifact, *options).out
+    edit_manifest(artifact, lambda fields: fields.update(op_abi_version=4))
+    outcome = run("inspect", artifact, *options)
+    assert outcome.code == 0
+    changed = shown.replace(f'"op_abi_version": {ABI_VERSION}', '"op_abi_version": 4')
+    assert outcome.out == changed
+    assert outcome.err == (
+        f"warning: {artifact}/manifest.json: op_abi_version: expected {ABI_VERSION} from this "
+        f"kvgraph, got 4; compile the model again with {version_of()}\n"
+    )
+
+
 @pytest.mark.parametrize(
     ("edit", "said"),
     [

@@ -296,7 +296,8 @@ REFUSED: dict[str, tuple[dict[str, str], str]] = {
     ),
     "with activations of another dtype": (
         {"weights": "int4", "backend": "torch", "dtype": "bfloat16"},
-        "dtype: expected float32 activations with weights 'int4', got 'bfloat16'",
+        "dtype: expected float32 activations with weights 'int4', got 'bfloat16'; leave it "
+        "out with such weights",
     ),
 }
 

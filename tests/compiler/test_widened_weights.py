@@ -6,12 +6,15 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 import kvgraph
 from kvgraph.compiler import options, pipeline
 from kvgraph.compiler.model import Model
-from tests.support import quantized
+from tests.support import gguf_files, quantized
+from tests.support.models import make_model
 
 
 @pytest.mark.parametrize(
@@ -51,6 +54,31 @@ def test_an_artifact_says_that_weights_are_widened(
     assert [note for note in manifest.notes if note.startswith(start)]
 
 
+@pytest.mark.parametrize("dtype", ["float16", "float32", "bfloat16"])
+def test_a_plain_head_that_loses_bits_is_named(
+    dtype: str, plain: Callable[[str], Path], tmp_path: Path
+) -> None:
+    folder = quantized.make("awq", plain("llama"), tmp_path / "model")
+    path, head = folder / "model.safetensors", "lm_head.weight"
+    tensors = load_file(path)
+    tensors[head] = tensors[head].to(getattr(torch, dtype))
+    save_file(tensors, path, {"format": "pt"})
+    manifest = kvgraph.compile(folder, tmp_path / "a.kvg", page_size=16, check=False)
+    note = f"weights: bf16 for 1 layer that the checkpoint has in {dtype}, whose numbers lose bits"
+    assert (note in manifest.notes) == (dtype != "bfloat16"), manifest.notes
+
+
+def test_a_plain_layer_of_a_gguf_file_is_named(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 256, "tie_word_embeddings": False, "num_hidden_layers": 1}
+    folder = make_model("llama", tmp_path / "model", **sizes)
+    file = gguf_files.make(folder, tmp_path / "m.gguf", "Q8_0", kinds={"ffn_down": "F16"})
+    manifest = kvgraph.compile(file, tmp_path / "a.kvg", page_size=16, check=False)
+    assert (
+        "weights: bf16 for 1 layer that the checkpoint has in float16, whose numbers lose bits"
+        in (manifest.notes)
+    )
+
+
 @pytest.mark.parametrize(("target", "kind"), [("cpu", "bf16"), ("cuda:sm_90", "float32")])
 def test_a_layer_with_one_plain_expert_is_named(
     target: str, kind: str, plain: Callable[[str], Path], tmp_path: Path
@@ -62,5 +90,6 @@ def test_a_layer_with_one_plain_expert_is_named(
     manifest = kvgraph.compile(folder, out, target=target, page_size=16, check=False)
     assert (
         "weights: 2 of the layers that the checkpoint has in fewer bits are rounded to "
-        f"{kind}, since no kernel takes their form, or that of a layer beside them"
+        f"{kind}, since no kernel takes their form, or that of a layer beside them; all experts of "
+        "a layer count as two: gate with up, and down"
     ) in manifest.notes

@@ -8,8 +8,11 @@ from typing import Any
 
 import pytest
 
+import kvgraph
 from kvgraph.compiler.plan import plan_deployment
+from kvgraph.contract.safetensors import read_layout
 from kvgraph.errors import ParamsError
+from tests.support.models import make_model, randomize_vectors
 
 PLANNED: dict[str, Any] = {
     "memory": 64 << 20,
@@ -30,6 +33,20 @@ def test_plan_counts_one_rank(compiled: Callable[..., Path], model_folder: Any) 
     assert two.bytes_per_page[""] * 2 == one.bytes_per_page[""]
     assert two.pages[""] > 2 * one.pages[""]
     assert two.warnings == []
+
+
+@pytest.mark.parametrize("name", ["llama", "mixtral"])
+def test_plan_counts_what_a_rank_stores(name: str, tmp_path: Path) -> None:
+    """Of a tied table too that is so small that the exporter would store its transpose as well."""
+    folder = make_model(name, tmp_path / "model", tie_word_embeddings=True)
+    randomize_vectors(folder)  # equal norms would be stored once
+    kvgraph.compile(folder, tmp_path / "out", tp=2, check=False)
+    tensors = read_layout(tmp_path / "out" / "weights.safetensors")
+    given = PLANNED | {"target": "cpu", "memory": 1 << 30}
+    planned = plan_deployment(folder, tp=2, **given).weights
+    assert planned == sum(each.nbytes for each in tensors.values())
+    assert "model.lm_head.weight" in tensors
+    assert not [each for each in tensors if each.startswith("permute")]
 
 
 def test_plan_warns_of_what_compile_refuses(model_folder: Callable[[str], Path]) -> None:
@@ -70,12 +87,12 @@ def test_plan_says_what_would_fit(model_folder: Callable[[str], Path]) -> None:
     assert "one page of 32768 bytes, got 10 bytes" in refused(tiny, 4133376 + 14745600 + 10)
     # Fewer bits need fewer ranks.
     assert refused(tiny, 930 << 10, max_batch_tokens=16).partition("what fits: ")[2] == (
-        "--tp 8 (652.5 KiB on each device), --weights int8 --tp 4 (568.5 KiB on each device), "
-        "--weights int4 --tp 4 (429.0 KiB on each device)"
+        "--tp 8 (660.5 KiB on each device), --weights int8 --tp 4 (576.5 KiB on each device), "
+        "--weights int4 --tp 4 (437.0 KiB on each device)"
     )
     # Only both together.
-    assert refused(tiny, 500 << 10, max_batch_tokens=16).endswith(
-        "what fits: --weights int4 --tp 8 (297.6 KiB on each device)"
+    assert refused(tiny, 540 << 10, max_batch_tokens=16).endswith(
+        "what fits: --weights int4 --tp 8 (305.6 KiB on each device)"
     )
 
 

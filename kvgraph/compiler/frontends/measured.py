@@ -20,7 +20,7 @@ from kvgraph.compiler.frontends import huggingface
 from kvgraph.compiler.frontends.decoder import Decoder
 from kvgraph.compiler.frontends.folder import Config, quantization
 from kvgraph.compiler.frontends.left_plain import EXPERT, left_plain
-from kvgraph.compiler.frontends.ranks import cut
+from kvgraph.compiler.frontends.ranks import SHARE_TABLES, cut
 from kvgraph.compiler.frontends.routing import active_experts
 from kvgraph.compiler.frontends.stored_forms import PLAIN, stored_forms
 from kvgraph.compiler.frontends.weightless import Located, locate, require_loadable
@@ -94,6 +94,7 @@ def describe(
         table_elements=sum(table.numel() for table in tables),
         other_elements=sum(p.numel() for p in set(module.parameters()) - counted),
         rotary_dims=_rotary_dims(model.module),
+        share_bytes=sum(_share_bytes(module)),
         experts=tuple(_experts(name, mixture, active) for name, mixture in mixtures.items()),
         notes=tuple(dict.fromkeys(_notes(modules.values(), active))),
     )
@@ -196,6 +197,13 @@ def _of_rank(
     whole = Model(decoder, model.architecture, model.layers, 1, model.max_seq_len, dtype)
     with next(decoder.parameters()).fake_mode:  # type: ignore[attr-defined]
         return cut(replace(whole, checkpoint=checkpoint), ranks, 0)
+
+
+def _share_bytes(module: nn.Module) -> Iterator[int]:
+    """Bytes of each table by which a rank finds its share."""
+    for name, table in module.named_buffers():
+        if name.rpartition(".")[2] in SHARE_TABLES:
+            yield table.nbytes
 
 
 def _has_kernel(module: nn.Module, active: int | None) -> bool:

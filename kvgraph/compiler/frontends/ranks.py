@@ -50,6 +50,9 @@ WHOLE = ("replicate", "local_params", "replicated_with_grad_allreduce", "mla_kv_
 OF_ANY_MODULE = ("moe_tp_experts", "all_reduce", BY_EXPERT, ALL_HEADS, EACH_HEAD)
 """Styles that apply to modules of any type; other styles need an nn.Linear or nn.Embedding."""
 
+SHARE_TABLES = ("own_rows", "own_columns", "own_experts")
+"""Names of the buffers by which a rank finds its share of rows, columns and experts."""
+
 
 def cut(model: Model, ranks: int, rank: int) -> Model:
     """The part of `model` that `rank` of `ranks` runs; its cache holds its share of the kv heads.

@@ -91,20 +91,21 @@ def _require_scales(folder: Path, others: Mapping[str, StoredTensor]) -> None:
     for name, each in sorted(others.items()):
         has_scales = each.dtype in WITH_SCALES and len(each.shape) > 1
         if has_scales or name.endswith(PACKED):
-            raise UnsupportedError(
-                f"{folder}: {name}: expected numbers that quantization_config in config.json says "
-                f"the scales of, got {each.dtype}; {_instead(folder)}"
-            )
+            raise _without_scales(folder, name, each.dtype)
 
 
 def require_plain_names(folder: Path, names: Iterable[str]) -> None:
     """Raise UnsupportedError if tensors with these names need scales; they are not at hand."""
     for name in sorted(names):
         if name.endswith((*PACKED, *SCALES)):
-            raise UnsupportedError(
-                f"{folder}: expected quantization_config in config.json for tensors such as "
-                f"{name}, got none; {_instead(folder)}"
-            )
+            raise _without_scales(folder, name, "packed numbers, by its name")
+
+
+def _without_scales(folder: Path, name: str, got: str) -> UnsupportedError:
+    return UnsupportedError(
+        f"{folder}: {name}: expected numbers that quantization_config in config.json says the "
+        f"scales of, got {got}; {_instead(folder)}"
+    )
 
 
 def _instead(folder: Path) -> str:

@@ -51,6 +51,9 @@ if TYPE_CHECKING:
 LAYER = re.compile(r"blk\.(\d+)\.")
 KEYS_AND_VALUES = re.compile(LAYER.pattern + r"attn_(k|v|k_norm)\.weight")
 
+FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+"""Type of a tensor of plain numbers -> torch dtype."""
+
 PREDICTING = ("glm4_moe", "deepseek_v3")
 """Types of models whose files may have layers that predict more tokens."""
 
@@ -119,6 +122,8 @@ def _values(
         if kind is not None:
             made = Blocks(where, shape, bits, data, kind, is_transposed=is_transposed)
     made.least_bits = min(each)
+    kinds = {tensor.tensor_type.name for tensor in tensors}
+    made.plain_dtype = FLOATS.get(kinds.pop()) if len(kinds) == 1 else None
     return made
 
 
