@@ -127,6 +127,10 @@ class ChatTemplates:
             text = self._rendered(source, variables, taken)
         except ValueError as error:
             raise RequestError(f"messages: the chat template refused them: {error}") from error
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise RequestError(f"messages: expected text in Unicode, got {error}") from error
         return up_to_mark(text, chat) if continues else text
 
     def _rendered(self, source: str, variables: Mapping[str, object], chat: list[Message]) -> str:

@@ -66,7 +66,7 @@ def plain_object(name: str, value: Mapping[str, Any]) -> dict[str, object]:
     for key in value:
         instance(f"{name}: names", key, str, "text")
     try:
-        copy: dict[str, object] = json.loads(json.dumps(dict(value)))
+        copy: dict[str, object] = json.loads(json.dumps(dict(value), allow_nan=False))
     except (TypeError, ValueError, RecursionError) as error:
         raise RequestError(f"{name}: expected values of JSON, got another ({error})") from error
     return copy
@@ -159,11 +159,15 @@ def with_arguments(messages: list[Message], taken: Callable[[object], object]) -
 
 
 def as_object(arguments: object) -> object:
-    """Arguments as an object, which templates write as JSON. OpenAI's are the text of one; other
-    text stays: the call may have been cut off."""
+    """Arguments as an object, which templates write as JSON. OpenAI's are the text of one.
+
+    Other text stays: of a call that was cut, and of values that a template cannot write again, such
+    as half of a surrogate pair or a number that no float holds.
+    """
     if isinstance(arguments, str):
         with suppress(ValueError, RecursionError):
             read = json.loads(arguments or "{}")
+            json.dumps(read, ensure_ascii=False, allow_nan=False).encode()
             return read if isinstance(read, dict) else arguments
     return arguments
 

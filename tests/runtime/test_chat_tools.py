@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +12,9 @@ import pytest
 import kvgraph
 from kvgraph import Engine, SamplingParams
 from kvgraph.errors import RequestError
+from tests.runtime.chat_templates import CALLING, RESULT, TOOLS, USER
 from tests.runtime.scripted import assert_empty, greedy, scripted
+from tests.runtime.test_chat_templates import saved
 from tests.support.artifacts import Compiled
 
 pytest.importorskip("llguidance", reason="structured output needs the extra `guide`")
@@ -82,6 +85,21 @@ def test_a_free_answer_may_be_a_call(engine: Engine, choice: str | None) -> None
         done = own.chat(CHAT, tools=[WEATHER, CLOCK], tool_choice=choice)
         assert done.text == text
         assert [call["function"]["name"] for call in done.tool_calls] == ([name] if name else [])
+
+
+@pytest.mark.parametrize("value", [r'"\ud83d"', r'{"\udc00": 1}', "1e999", "NaN", "[-Infinity]"])
+def test_arguments_that_are_no_values_of_json_stay_text(value: str, tmp_path: Path) -> None:
+    function = {"name": "find", "arguments": f'{{"text": {value}}}'}
+    calling = CALLING | {"tool_calls": [{"id": "a", "type": "function", "function": function}]}
+    text = saved(TOOLS, tmp_path).render([USER, calling, RESULT])
+    assert json.dumps(function["arguments"]) in text
+
+
+def test_text_of_messages_that_is_not_unicode(engine: Engine) -> None:
+    with pytest.raises(RequestError, match="messages: expected text in Unicode, got 'utf-8' codec"):
+        engine.apply_chat_template([{"role": "user", "content": "\ud83d"}])
+    with pytest.raises(RequestError, match=r"messages\[0\]: expected values of JSON, got another"):
+        engine.apply_chat_template([{"role": "user", "content": "a", "weight": float("inf")}])
 
 
 def test_none_shows_the_model_no_tools(engine: Engine) -> None:

@@ -284,6 +284,24 @@ def test_what_is_refused(server: Server, fields: dict[str, Any], sentence: str) 
     assert error["param"] == sentence.partition(":")[0].partition(",")[0]
 
 
+@pytest.mark.parametrize("arguments", [r'{"a":"\ud83d"}', '{"a":1e999}'])
+def test_any_call_can_be_sent_back(server: Server, arguments: str) -> None:
+    """Also one whose text is JSON, and whose values are none."""
+    function = {"name": "f", "arguments": arguments}
+    call = {"id": "a", "type": "function", "function": function}
+    messages = [{"role": "user", "content": "x"}, {"role": "assistant", "tool_calls": [call]}]
+    found = answered(server.post("/tokenize", {"messages": messages}))["tokens"]
+    text = answered(server.post("/detokenize", {"tokens": found}))["prompt"]
+    assert json.dumps(arguments) in text
+    body = {"messages": messages, "max_tokens": 2}
+    answered(server.post("/v1/chat/completions", body))
+    items = [
+        {"role": "user", "content": "x"},
+        {"type": "function_call", "call_id": "a", **function},
+    ]
+    answered(server.post("/v1/responses", {"input": items, "max_output_tokens": 2}))
+
+
 def test_a_format_of_text_excludes_no_call(server: Server) -> None:
     body = {"messages": MESSAGES, **FORCED, "response_format": {"type": "text"}, "max_tokens": 80}
     (answer,) = answered(server.post(PATH, body))["choices"]
