@@ -272,6 +272,10 @@ def plain(text: str) -> str:
             FileExistsError(17, "File exists", "a/b"),
             "a/b: expected a path that can be used, got 'File exists'\n",
         ),
+        (
+            OSError(24, "Too many open files", "a/b"),
+            "a/b: expected a path that can be used, got 'Too many open files'; raise the limit",
+        ),
     ],
 )
 def test_an_error_without_a_text_is_a_sentence_too(

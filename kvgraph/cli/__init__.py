@@ -97,7 +97,8 @@ def _said(error: Exception) -> str:
     if isinstance(error, OSError) and not isinstance(error, KVGraphError):
         if error.filename is not None:
             path = os.fsdecode(error.filename)
-            return f"{path}: expected a path that can be used, got {error.strerror!r}"
+            said = f"{path}: expected a path that can be used, got {error.strerror!r}"
+            return with_step(said, error.strerror or "")
         if error.errno in NO_ROOM and _is_full(sys.stdout):
             return f"stdout: expected to write all of it, got {error.strerror!r}"
         if error.strerror is not None:

@@ -222,8 +222,8 @@ class Endpoints:
         return Response(encoded(body), media_type=JSON)
 
     async def _body(self, request: Request) -> bytes:
-        coding = request.headers.get("content-encoding", "").strip()
-        if coding.lower() not in ("", "identity"):
+        coding = ", ".join(request.headers.getlist("content-encoding"))
+        if {one.strip().lower() for one in coding.split(",")} - {"", "identity"}:
             raise ServeError(415, f"content-encoding: expected identity, got {brief(coding)}")
         said = request.headers.get("content-length", "")
         self._require_size(int(said) if said.isdigit() else 0)

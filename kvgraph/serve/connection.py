@@ -13,6 +13,7 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 from kvgraph.contract.values import brief
 from kvgraph.serve.errors import error_body
 from kvgraph.serve.log import REQUEST_ID, is_request_id, log_answer
+from kvgraph.serve.open_files import LimitOfClients
 from kvgraph.serve.options import ServeOptions
 
 if TYPE_CHECKING:
@@ -32,6 +33,7 @@ def connection_type(options: ServeOptions) -> type[Connection]:
 
     class Limited(Connection):
         _options = options
+        _clients = LimitOfClients()
 
     return Limited
 
@@ -48,6 +50,7 @@ class Connection(HttpToolsProtocol):
     """
 
     _options: ServeOptions
+    _clients: LimitOfClients
     _is_body = False
     _named: tuple[tuple[bytes, bytes], ...] = ()
     """Header with the id of the request whose head came last."""
@@ -66,6 +69,7 @@ class Connection(HttpToolsProtocol):
     def connection_made(self, transport: BaseTransport) -> None:
         super().connection_made(cast(Transport, transport))
         self._limit_head()
+        self._clients.note(transport.get_extra_info("socket").fileno())
 
     def connection_lost(self, exc: Exception | None) -> None:
         for timer in (self._receiving, self._sending):

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import logging
-import os
 import re
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 
 from kvgraph.progress import Advance
 from kvgraph.serve.answers import encoded
 from kvgraph.serve.generation import Generation
 from kvgraph.serve.jobs import Job
+from kvgraph.serve.stderr import write_text
 
 
 def log_request(
@@ -125,15 +124,3 @@ def write_line(line: dict[str, object]) -> None:
         write_text(text)
     else:
         _Sink.take(text)
-
-
-def write_text(text: str) -> None:
-    """Write a line to stderr. A missing or closed reader of the log causes no error."""
-    if sys.stderr is None:
-        return
-    with suppress(OSError, ValueError):
-        try:
-            sys.stderr.write(f"{text}\n")
-        except BrokenPipeError:  # at exit Python would flush it again, and return status 120
-            with open(os.devnull, "wb") as nowhere:
-                os.dup2(nowhere.fileno(), sys.stderr.fileno())

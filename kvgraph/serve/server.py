@@ -26,8 +26,10 @@ from kvgraph.serve.app import make_app
 from kvgraph.serve.connection import Connection, connection_type
 from kvgraph.serve.latency import free_heap, is_making, share_python
 from kvgraph.serve.log import LinesOfOthers, write_line
+from kvgraph.serve.open_files import raise_limit
 from kvgraph.serve.options import ServeOptions
 from kvgraph.serve.service import EngineService, Service
+from kvgraph.serve.stderr import written_behind
 from kvgraph.serve.unix_socket import listen_at, place_of
 from kvgraph.signal_handlers import is_heard
 
@@ -54,6 +56,7 @@ def serve(
     process exits here, with code 0.
     """
     listening = listen(host, port) if uds is None else listen_at(uds, BACKLOG)
+    raise_limit()
     share_python()
     service = EngineService(name, make, options)
     config = uvicorn.Config(
@@ -69,15 +72,29 @@ def serve(
         server_header=False,
     )
     url = url_of(*listening.getsockname()[:2]) if uds is None else f"unix:{uds}"
-    write_line({"event": "listening", "url": url})
-    with _others_in_lines(), asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(_Server(config, service, uds).main(listening))
+    with written_behind(), _others_in_lines():
+        write_line({"event": "listening", "url": url})
+        with asyncio.Runner(loop_factory=_new_loop) as runner:
+            runner.run(_Server(config, service, uds).main(listening))
     free_heap()
     if is_making():  # its thread may hold locks that interpreter exit would wait for
         with suppress(OSError):
-            sys.stdout.flush()
-            sys.stderr.flush()
+            sys.stdout.flush()  # not stderr, which may have no reader
         os._exit(0)
+
+
+def _new_loop() -> asyncio.AbstractEventLoop:
+    """The event loop. OSError if there are too few open files: a loop that lacks them when it
+    starts to run cannot be closed, and its error hides the first one."""
+    loop = uvloop.new_event_loop()
+    try:
+        ends = socket.socketpair()  # as the loop needs them for signals
+    except OSError:
+        loop.close()
+        raise
+    for end in ends:
+        end.close()
+    return loop
 
 
 @contextmanager

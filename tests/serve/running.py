@@ -215,3 +215,10 @@ def wait_for(condition: Any, otherwise: str) -> None:
     while not condition():
         assert time.monotonic() < end, otherwise
         time.sleep(0.02)
+
+
+def is_ready(url: str) -> bool:
+    try:
+        return httpx.get(url, timeout=SECONDS).status_code == 200
+    except httpx.TransportError:
+        return False

@@ -13,6 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from starlette.datastructures import Headers
 
 from kvgraph.serve.app import Endpoints
 from kvgraph.serve.errors import ServeError
@@ -111,7 +112,7 @@ def test_a_body_has_its_time_from_piece_to_piece(
                     await asyncio.sleep(0)
                 yield b"a"
 
-        request: Any = SimpleNamespace(headers={}, stream=stream)
+        request: Any = SimpleNamespace(headers=Headers(), stream=stream)
         return await Endpoints(service)._body(request)
 
     if is_taken:

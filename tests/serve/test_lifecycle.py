@@ -29,6 +29,7 @@ from tests.serve.running import (
     Server,
     answered,
     frames,
+    is_ready,
     paced,
     posted,
     refusal,
@@ -157,13 +158,6 @@ def ended_by_sigterm(command: list[str], **streams: Any) -> Iterator[subprocess.
     finally:
         process.kill()
         process.wait()
-
-
-def is_ready(url: str) -> bool:
-    try:
-        return httpx.get(url, timeout=SECONDS).status_code == 200
-    except httpx.TransportError:
-        return False
 
 
 def test_a_long_text_does_not_stop_the_others(server: Server) -> None:

@@ -259,6 +259,9 @@ def test_a_body_in_another_encoding(server: Server, path: str) -> None:
     answer = server.client.post(path, content=b"any", headers={"content-encoding": "gzip"})
     assert refusal(answer, 415) == "content-encoding: expected identity, got 'gzip'"
     assert answer.headers["accept-encoding"] == "identity"
+    twice = [("content-encoding", "identity"), ("content-encoding", "gzip")]
+    answer = server.client.post(path, content=b"any", headers=twice)
+    assert refusal(answer, 415) == "content-encoding: expected identity, got 'identity, gzip'"
     body = {"prompt": 5}
     assert "got `int`" in refusal(
         server.post("/tokenize", body, **{"content-encoding": "Identity"}), 400

@@ -23,6 +23,7 @@ from kvgraph.runtime.chat import prompts_of
 from kvgraph.runtime.engine import Engine
 from kvgraph.serve.app import make_app
 from kvgraph.serve.facts import EngineFacts
+from kvgraph.serve.held_lines import HeldLines
 from kvgraph.serve.imports import import_for_requests
 from kvgraph.serve.latency import keep_heap, share_python
 from kvgraph.serve.load import Load
@@ -30,7 +31,6 @@ from kvgraph.serve.log import send_lines
 from kvgraph.serve.options import ServeOptions
 from kvgraph.serve.replicas.feed import LOAD_SECONDS
 from kvgraph.serve.replicas.fleet import Fleet
-from kvgraph.serve.replicas.held_lines import HeldLines
 from kvgraph.serve.replicas.host import EngineHost, ReplicaClosedError
 from kvgraph.serve.replicas.index import RoutingIndex
 from kvgraph.serve.replicas.messages import Message, Order

@@ -26,13 +26,14 @@ from starlette.applications import Starlette
 from kvgraph.errors import RequestError
 from kvgraph.runtime.chat import prompts_of
 from kvgraph.runtime.engine import Engine
-from kvgraph.serve.log import write_line, write_text
+from kvgraph.serve.log import write_line
 from kvgraph.serve.options import ServeOptions
 from kvgraph.serve.replicas.actors import EngineReplica, ingress_app, start_index, start_lock
 from kvgraph.serve.replicas.address import hold
 from kvgraph.serve.replicas.report import DECODE, PREFILL
 from kvgraph.serve.replicas.router import PageRouter
 from kvgraph.serve.server import url_of
+from kvgraph.serve.stderr import write_text, written_behind
 from kvgraph.signal_handlers import is_heard
 
 APPLICATION = "kvgraph"
@@ -102,6 +103,7 @@ class _Ending:
         self.first.set()
 
 
+@written_behind()
 def serve_replicas(
     name: str,
     folder: Path,

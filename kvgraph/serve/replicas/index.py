@@ -20,8 +20,8 @@ from kvgraph.contract.dims import ceildiv
 from kvgraph.kv.pool.lookup import deepest_window
 from kvgraph.runtime.stats import EngineStats
 from kvgraph.serve.facts import EngineFacts
+from kvgraph.serve.held_lines import HeldLines
 from kvgraph.serve.load import Load
-from kvgraph.serve.replicas.held_lines import HeldLines
 from kvgraph.serve.replicas.messages import try_before
 from kvgraph.serve.replicas.report import DECODE, Report, unpacked
 

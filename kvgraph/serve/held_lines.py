@@ -1,4 +1,4 @@
-"""HeldLines: lines of a log on their way from an ingress to the command."""
+"""HeldLines: lines of a log that wait for its reader, or on their way from an ingress."""
 
 from __future__ import annotations
 
