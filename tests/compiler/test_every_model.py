@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 
 import pytest
 import transformers
@@ -11,8 +13,8 @@ import kvgraph
 from kvgraph.compiler.refusals import Reason, unsupported
 from tools.models import __main__ as command
 from tools.models import cases, page
-from tools.models.__main__ import judged
 from tools.models.judge import Verdict, judge
+from tools.models.processes import judged
 
 GOLDEN = json.loads(page.GOLDEN.read_text())
 
@@ -31,6 +33,14 @@ def test_a_case(name: str) -> None:
     ((found, verdict),) = judged([name])
     assert found == name
     assert page.result_of(verdict) == GOLDEN["cases"][name]
+
+
+def test_the_command() -> None:
+    """Its processes find the function that it gives them."""
+    done = subprocess.run(
+        [sys.executable, "-m", "tools.models", "mpt"], capture_output=True, text=True
+    )
+    assert (done.returncode, done.stdout.split()[:2]) == (0, ["mpt", "refused"]), done.stderr
 
 
 def test_refusals_are_of_the_list() -> None:
