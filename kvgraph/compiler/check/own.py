@@ -12,6 +12,7 @@ from functools import partial
 from kvgraph.compiler.check.compare import difference, own_tolerance
 from kvgraph.compiler.check.host import logits_of
 from kvgraph.compiler.check.reference import reference_logits
+from kvgraph.compiler.check.routes import routed_difference
 from kvgraph.compiler.check.rows import OTHERS, chunk_of, crowd_of, rows_of
 from kvgraph.compiler.interpret import ProgramRun
 from kvgraph.compiler.traced import Traced
@@ -37,9 +38,10 @@ def require_own(traced: Traced) -> None:
     params, rows = traced.plan.params, rows_of(model)
     allowed = own_tolerance(traced.kinds, traced.pool_kinds)
     run = partial(logits_of, signature=traced.signature, params=params)
+    apart_of = partial(routed_difference, traced, rows, allowed=allowed)
     expected = reference_logits(traced, rows)
     found = run(model.module, rows=rows, chunk=chunk_of(rows))
-    apart = difference(found, expected, allowed)
+    apart = apart_of(found, expected)
     if not apart.fits:
         raise refusal(model.architecture, "in chunks next to another row", "alone", apart.text)
     last = run(model.module, rows=rows, chunk=chunk_of(rows), last_only=True)
@@ -48,11 +50,11 @@ def require_own(traced: Traced) -> None:
         raise refusal(model.architecture, *WHERE_FEW, apart.text)
     if traced.plan.strategy is not KVCacheStrategy.PADDED:
         crowd, chunks = crowd_of(rows, model.max_seq_len)
-        apart = difference(run(model.module, rows=crowd, chunk=chunks)[OTHERS:], found, allowed)
+        apart = apart_of(run(model.module, rows=crowd, chunk=chunks)[OTHERS:], found)
         if not apart.fits:
             raise refusal(model.architecture, *in_batches(len(rows)), apart.text)
     found = run(ProgramRun(traced.program, weights=traced.weights), rows=rows, chunk=chunk_of(rows))
-    apart = difference(found, expected, allowed)
+    apart = apart_of(found, expected)
     if not apart.fits:
         raise CheckError(
             f"check of {model.architecture!r}: expected the logits of its own forward pass within "
