@@ -14,7 +14,7 @@ from time import perf_counter
 import ray
 from ray import serve
 from ray.actor import ActorHandle
-from ray.exceptions import RayError, RayTaskError
+from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
 from starlette.applications import Starlette
@@ -22,6 +22,7 @@ from starlette.applications import Starlette
 from kvgraph.runtime.chat import prompts_of
 from kvgraph.runtime.engine import Engine
 from kvgraph.serve.app import make_app
+from kvgraph.serve.errors import ServeError
 from kvgraph.serve.facts import EngineFacts
 from kvgraph.serve.held_lines import HeldLines
 from kvgraph.serve.imports import import_for_requests
@@ -33,9 +34,10 @@ from kvgraph.serve.replicas.feed import LOAD_SECONDS
 from kvgraph.serve.replicas.fleet import Fleet
 from kvgraph.serve.replicas.host import EngineHost, ReplicaClosedError
 from kvgraph.serve.replicas.index import RoutingIndex
+from kvgraph.serve.replicas.index_calls import answer_of
 from kvgraph.serve.replicas.messages import Message, Order
 from kvgraph.serve.replicas.report import DECODE, PREFILL, Report
-from kvgraph.serve.service import Service
+from kvgraph.serve.service import Served, Service
 from kvgraph.serve.state import counts_of
 
 PREFILL_TOKENS = 256
@@ -43,6 +45,8 @@ PREFILL_TOKENS = 256
 
 LOOK_SECONDS = 0.5
 """Interval at which an ingress updates its data on the replicas, and sends lines of its log."""
+
+LOST = "no replica runs, and none has started again; the server's log has the reason"
 
 LAST_LINES_SECONDS = 1.0
 """Time in which an ingress that ends must send the last lines of its log."""
@@ -106,6 +110,8 @@ class FleetService(Service):
         self._fleet: Fleet | None = None
         self._load: Load | None = None
         self._tasks: dict[str, asyncio.Task[None]] = {}
+        self.has_lost_replicas = False
+        """No replica has run for longer than one takes to start."""
         self.lines = HeldLines()
         """Lines of the log that are not sent yet."""
 
@@ -134,7 +140,7 @@ class FleetService(Service):
         """Facts of an engine; None before a report, or while the index restarts."""
         with suppress(RayError):
             if await self._look():
-                facts: EngineFacts | None = await self._index.facts.remote()
+                facts: EngineFacts | None = await answer_of(self._index.facts.remote())
                 return facts
         return None
 
@@ -158,9 +164,8 @@ class FleetService(Service):
         if order.num_tokens < PREFILL_TOKENS or not order.chain:
             return
         assert self._prefill is not None
-        cached = self.require_loaded().facts.page_size * await self._index.cached.remote(
-            order.chain
-        )
+        pages = await answer_of(self._index.cached.remote(order.chain))
+        cached = self.require_loaded().facts.page_size * pages
         if order.num_tokens - cached >= PREFILL_TOKENS:
             own = order._replace(request_id=f"prefill-{order.request_id}")
             async for message in _messages(self._prefill, own):
@@ -178,7 +183,9 @@ class FleetService(Service):
         """Send lines of the log to the index, where the command takes them."""
         if lines := self.lines.take():
             try:
-                await self._index.log.remote(lines)
+                await answer_of(self._index.log.remote(lines))
+            except GetTimeoutError:  # it has them when it goes on
+                raise
             except RayError:
                 self.lines.add(lines)
                 raise
@@ -189,8 +196,8 @@ class FleetService(Service):
         The end is repeated, since a restarted index has forgotten it."""
         if self.is_draining:
             if self._tasks["drain"].done():
-                await self._index.end_drain.remote()
-        elif await self._index.is_draining.remote():
+                await answer_of(self._index.end_drain.remote())
+        elif await answer_of(self._index.is_draining.remote()):
             self.is_draining = True
             self._tasks["drain"] = asyncio.create_task(self._drain())
 
@@ -205,12 +212,28 @@ class FleetService(Service):
 
     async def _look(self) -> bool:
         asked = perf_counter()
-        count, found = await self._index.load.remote()
+        count, found = await answer_of(self._index.load.remote())
         if found is not None:  # reports have no time of this machine's clock
             self._load = replace(found, measured=asked - LOAD_SECONDS)
             if self.served is not None:
                 self.served.admission.num_engines = count
+        await self._follow_loss(found is not None)
         return found is not None
+
+    async def _follow_loss(self, has_replicas: bool) -> None:
+        """Refuse requests, and end those that wait, while the index has lost all replicas."""
+        is_lost = not has_replicas and await answer_of(self._index.is_lost.remote())
+        if is_lost and not self.has_lost_replicas and self._fleet is not None:
+            self.has_lost_replicas = True  # before streams that end are asked for again
+            self._fleet.lose(LOST)
+        self.has_lost_replicas = is_lost
+
+    def require_ready(self) -> Served:
+        """Return `served`; ServeError (503) also while all replicas are lost."""
+        served = super().require_ready()
+        if self.has_lost_replicas:
+            raise ServeError(503, LOST)
+        return served
 
     def _last_load(self) -> Load:
         assert self._load is not None

@@ -20,7 +20,6 @@ from ray import serve
 from ray.actor import ActorHandle
 from ray.exceptions import ActorAlreadyExistsError, RayError
 from ray.serve.config import AutoscalingConfig, HTTPOptions, RequestRouterConfig
-from ray.serve.schema import ApplicationStatusOverview
 from starlette.applications import Starlette
 
 from kvgraph.errors import RequestError
@@ -32,6 +31,7 @@ from kvgraph.serve.replicas.actors import EngineReplica, ingress_app, start_inde
 from kvgraph.serve.replicas.address import hold
 from kvgraph.serve.replicas.report import DECODE, PREFILL
 from kvgraph.serve.replicas.router import PageRouter
+from kvgraph.serve.replicas.statuses import logged_statuses, reason_of
 from kvgraph.serve.server import url_of
 from kvgraph.serve.stderr import write_text, written_behind
 from kvgraph.signal_handlers import is_heard
@@ -146,9 +146,10 @@ def serve_replicas(
             if _wait_until_ready(ending, f"{url_of(_own(host), port)}/ready"):
                 line = {"event": "ready", "model": name, "replicas": replicas.least}
                 write_line(line | ({"sampling": sampling} if sampling else {}))
-                while not ending.first.wait(LOOK_SECONDS):
-                    _require_ray()
-                    _write_lines(index)
+                with logged_statuses(APPLICATION, LOOK_SECONDS):
+                    while not ending.first.wait(LOOK_SECONDS):
+                        _require_ray()
+                        _write_lines(index)
                 _drain(index, options, ending)
     finally:
         _stop(index, options, ending)
@@ -292,7 +293,7 @@ def _wait_until_ready(ending: _Ending, url: str) -> bool:
         _require_ray()
         found = serve.status().applications.get(APPLICATION)
         if found is not None and found.status in ("DEPLOY_FAILED", "UNHEALTHY"):
-            raise RequestError(f"--replicas: expected replicas that start, got {_why(found)}")
+            raise RequestError(f"--replicas: expected replicas that start, got {reason_of(found)}")
         with suppress(OSError), direct.open(url, timeout=5):
             return True
     return False
@@ -306,18 +307,6 @@ def _own(host: str) -> str:
 def _require_ray() -> None:
     if _has_lost_ray():
         raise RequestError("ray: expected its processes to run, got one that has ended")
-
-
-def _why(found: ApplicationStatusOverview) -> str:
-    """The error of the first replica that did not start, without its traceback."""
-    for deployment in found.deployments.values():
-        lines = [line.strip() for line in deployment.message.splitlines() if line.strip()]
-        errors = [line for line in lines if line.startswith("kvgraph.errors.")]
-        if errors:
-            return str(errors[-1].partition(": ")[2])
-        if lines and deployment.status not in ("HEALTHY", "UPDATING"):
-            return str(lines[-1])
-    return str(found.message)
 
 
 def _write_lines(index: ActorHandle) -> None:

@@ -48,6 +48,13 @@ class _Run:
         elif not self.stream.has_ended:
             self.stream.give([failed(self.stream.request_id, why)])
 
+    def lose(self, why: str) -> None:
+        """End the stream with an error that is no fault of the request."""
+        if not self.answered.done():
+            self.answered.set_result(None)
+        self.stream.was_lost = True
+        self.refuse(why)
+
     def cancel(self) -> None:
         if self.task is not None:
             self.task.cancel()
@@ -104,6 +111,12 @@ class Fleet:
             raise
         return stream
 
+    def lose(self, why: str) -> None:
+        """End all requests with an error, as no replica can answer them."""
+        for run in list(self._running.values()):
+            run.lose(why)
+            run.cancel()
+
     async def close(self) -> None:
         """End running requests with an error, and cancel them at the replicas."""
         self.is_closed = True
@@ -129,7 +142,7 @@ class Fleet:
         return Order(request_id, tokens.tobytes(), sampling, salt, packed(chain))
 
     async def _run(self, order: Order, run: _Run) -> None:
-        stream, first = run.stream, order
+        first = order
         given: list[int] = []
         why = "no replica answered"
         try:
@@ -155,10 +168,7 @@ class Fleet:
                     if not (isinstance(error, _CutError) or self._is_gone(error)):
                         why = f"{type(error).__name__}: {error}".split("\n")[0]
                         break
-            if not run.answered.done():
-                run.answered.set_result(None)
-            stream.was_lost = True
-            run.refuse(why)
+            run.lose(why)
         finally:
             self._running.pop(first.request_id, None)
 

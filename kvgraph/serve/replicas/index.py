@@ -36,6 +36,10 @@ SILENT_SECONDS = 30.0
 """Time without a report after which a replica is forgotten."""
 
 
+START_SECONDS = 30.0
+"""Time that a replica may take to start, if the first one, with all of Serve, took less."""
+
+
 @dataclass(slots=True)
 class Known:
     """Data of the index on one replica."""
@@ -70,11 +74,18 @@ class RoutingIndex:
         self._gone: dict[bytes, EngineStats] = {}  # epoch -> counters of an engine that has ended
         self._is_draining = self._has_drained = False
         self._lines = HeldLines()
+        self._began = clock()
+        self._start_seconds: float | None = None
+        self._empty_since: float | None = None
 
     # -- from replicas
 
     def report(self, report: Report) -> float | None:
         """Apply a report. Return the seconds before the next; None requests a whole report now."""
+        if report.role == DECODE:
+            self._empty_since = None
+            if self._start_seconds is None:
+                self._start_seconds = max(START_SECONDS, self._clock() - self._began)
         known = self._known.get(report.replica)
         if report.is_whole:
             known = self._begin(report)
@@ -231,6 +242,17 @@ class RoutingIndex:
         if not loads:
             return 0, None
         return len(loads), _together(loads, self._gone.values())
+
+    def is_lost(self) -> bool:
+        """Whether no replica that answers requests has been known, since this was first asked, for
+        longer than one takes to start. A machine that was stopped has lost nothing."""
+        self._forget_old()
+        if any(known.role == DECODE for known in self._known.values()):
+            return False
+        now = self._clock()
+        if self._empty_since is None:
+            self._empty_since = now
+        return now - self._empty_since > (self._start_seconds or START_SECONDS)
 
     def pages(self, replica: str) -> list[int]:
         """64 bits of the digest of each page that the replica holds."""

@@ -9,6 +9,7 @@ import ray
 from ray.exceptions import RayError
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
+from kvgraph.serve.replicas.index_calls import answer_of
 from kvgraph.serve.replicas.messages import Order
 
 
@@ -34,8 +35,8 @@ class PageRouter(RequestRouter):  # type: ignore[misc]
             if not isinstance(given, Order):
                 continue
             asked = (given.request_id, list(named), given.chain, given.num_tokens)
-            with suppress(RayError):  # the index restarts
-                order = await self._index.choose.remote(*asked)
+            with suppress(RayError):  # the index restarts, or hangs
+                order = await answer_of(self._index.choose.remote(*asked))
         return [[named[name]] for name in order]
 
     def on_replica_actor_died(self, replica_id: ReplicaID) -> None:

@@ -19,7 +19,7 @@ from kvgraph.serve.replicas.index import (
     SILENT_SECONDS,
     RoutingIndex,
 )
-from kvgraph.serve.replicas.report import Report, packed, unpacked
+from kvgraph.serve.replicas.report import DECODE, PREFILL, Report, packed, unpacked
 
 PAGE = 16
 FACTS = EngineFacts(100, 2048, 64, 512, PAGE, True, 50, routed_pages=50)
@@ -37,8 +37,8 @@ def load_of(**counts: int) -> Load:
 class Replica:
     """Holds pages as an engine does, and reports."""
 
-    def __init__(self, name: str, facts: EngineFacts = FACTS) -> None:
-        self.name, self.facts = name, facts
+    def __init__(self, name: str, facts: EngineFacts = FACTS, role: str = DECODE) -> None:
+        self.name, self.facts, self.role = name, facts, role
         self.start()
 
     def start(self) -> None:
@@ -72,6 +72,7 @@ class Replica:
             started,
             load or load_of(),
             self.facts if whole else None,
+            self.role,
         )
         return arrives and index.report(report) is not None
 
@@ -248,6 +249,28 @@ def test_numbers_of_replicas_that_are_not_heard_of_do_not_count() -> None:
     now += SILENT_SECONDS + 1
     quiet.tell(index)
     assert index.load()[0] == 1
+
+
+def test_all_replicas_are_lost_once_none_has_started_again() -> None:
+    """The first one took 40 s to start. One that computes prompts for others answers nothing."""
+    now = 0.0
+    index = RoutingIndex(lambda: now)
+    only, prefill = Replica("only"), Replica("prefill", role=PREFILL)
+    now = 40.0
+    only.tell(index)
+    now += 1000  # all processes were stopped
+    assert not index.is_lost()
+    only.tell(index)
+    index.forget("only")
+    assert not index.is_lost()
+    now += 40
+    prefill.tell(index)
+    assert not index.is_lost()
+    now += 1
+    assert index.is_lost()
+    only.start()
+    only.tell(index)
+    assert not index.is_lost()
 
 
 def test_numbers_of_all_replicas_together() -> None:

@@ -17,14 +17,14 @@ pytest.importorskip("ray", reason="pip install 'kvgraph[ray]'")
 from kvgraph import ArtifactError, SamplingParams
 from kvgraph.serve.errors import ServeError
 from kvgraph.serve.options import ServeOptions
-from kvgraph.serve.replicas.messages import Message, Order
+from kvgraph.serve.replicas.messages import Accepted, Message, Order
 from tests.serve.replicas.in_process import Local, with_replicas
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore", DeprecationWarning)  # Ray's own, of pydantic
     from ray.exceptions import RayActorError
 
-    from kvgraph.serve.replicas import actors, application
+    from kvgraph.serve.replicas import actors, application, index_calls
 
 
 class Handle:
@@ -32,6 +32,7 @@ class Handle:
 
     def __init__(self, actor: Any, before: Callable[[str], None] = lambda name: None) -> None:
         self._actor, self._before = actor, before
+        self.hangs = False
 
     def __getattr__(self, name: str) -> Any:
         return Method(lambda *given: self._ask(name, given))
@@ -39,6 +40,8 @@ class Handle:
     async def _ask(self, name: str, given: Any) -> Any:
         await asyncio.sleep(0)
         self._before(name)
+        while self.hangs:
+            await asyncio.sleep(0.01)
         return getattr(self._actor, name)(*given)
 
 
@@ -221,6 +224,90 @@ def test_the_page_shows_the_last_numbers_while_the_index_is_restarted(artifact: 
         state = await own.require_ready().state()
         assert state["num_pages"] == 100
         assert (state["rows"], state["num_shared_pages"]) == (None, None)  # unknown, not 0
+        await own.close()
+
+    with_replicas(artifact, 1, task, num_pages=100)
+
+
+def test_an_index_that_hangs_counts_as_one_that_restarts(
+    artifact: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Lines of the log that it has are not sent again."""
+    monkeypatch.setattr(index_calls, "ANSWER_SECONDS", 0.05)
+
+    async def task(local: Local) -> None:
+        handle = Handle(local.index)
+        handle.hangs = True
+        own = service(artifact, local, handle)
+        own.start()
+        await asyncio.sleep(0.2)
+        own.require_running()
+        handle.hangs = False
+        while own.served is None:
+            await asyncio.sleep(0.01)
+        handle.hangs = True
+        assert (await own.require_ready().state())["num_pages"] == 100
+        own.lines.add(["a"])
+        while own.lines.take():
+            await asyncio.sleep(0.01)
+        await own.close()
+        own.require_running()
+
+    with_replicas(artifact, 1, task, num_pages=100)
+
+
+def test_a_prompt_is_computed_by_its_own_replica_while_the_index_hangs(
+    artifact: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(index_calls, "ANSWER_SECONDS", 0.05)
+
+    async def task(local: Local) -> None:
+        handle = Handle(local.index)
+        own = service(artifact, local, handle)
+        own._prefill = Method(lambda order: pytest.fail("no prefill replica is asked"))
+        await own.load()
+        handle.hangs = True
+        prompt = [5] * (actors.PREFILL_TOKENS + 1)
+        few = SamplingParams(max_new_tokens=4, ignore_eos=True)
+        stream = await own.require_ready().runner.submit(prompt, few)
+        tokens = [token async for tokens in stream for token in tokens]
+        assert (len(tokens), tokens[-1].error) == (4, None)
+        await own.close()
+
+    with_replicas(artifact, 1, task, num_pages=100)
+
+
+def test_requests_are_refused_while_all_replicas_are_lost(
+    artifact: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A request that waits for a replica ends."""
+
+    async def task(local: Local) -> None:
+        async def never(order: Order) -> AsyncIterator[Message]:
+            await asyncio.sleep(3600)
+            yield Accepted()
+
+        ask, local.ask = local.ask, never  # type: ignore[method-assign, assignment]
+        own = service(artifact, local, Handle(local.index))
+        await own.load()
+        runner = own.require_ready().runner
+        waiting = asyncio.create_task(runner.submit([5, 6, 7], SamplingParams(max_new_tokens=4)))
+        await asyncio.sleep(0.05)
+        own.require_ready()
+        with monkeypatch.context() as lost:
+            lost.setattr(local.index, "load", lambda: (0, None))
+            lost.setattr(local.index, "is_lost", lambda: True)
+            stream = await waiting
+            (failed,) = [token async for tokens in stream for token in tokens]
+            assert (stream.was_lost, actors.LOST in failed.error) == (True, True)
+            with pytest.raises(ServeError, match="no replica runs") as refused:
+                own.require_ready()
+            assert refused.value.status == 503
+        local.ask = ask  # type: ignore[method-assign]
+        while own.has_lost_replicas:
+            await asyncio.sleep(0.01)
+        stream = await own.require_ready().runner.submit([5], SamplingParams(max_new_tokens=4))
+        assert [token.error async for tokens in stream for token in tokens][-1] is None
         await own.close()
 
     with_replicas(artifact, 1, task, num_pages=100)
