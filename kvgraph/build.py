@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvgraph.compiler import emit, options, pipeline
+from kvgraph.compiler.alone import alone
 from kvgraph.compiler.dump import PassDump
 from kvgraph.compiler.output import require_free, settle_leftovers, staging
 from kvgraph.contract.backends import Support, imported
@@ -69,6 +70,9 @@ def compile(
 
     The cache is described by a NullKVCacheManager on a virtual device: no KV memory is allocated,
     and any pool size can be bound later. `out` appears whole or not at all.
+
+    Calls of several threads wait for one another, since torch.export and transformers have state
+    of the process. So no other thread may trace a model of its own meanwhile.
 
     Target:
 
@@ -140,10 +144,11 @@ def compile(
     require_free(out, force=force)
     pipeline.require_tools(request.support.tools)
     if check and request.target.kind == "cpu":
-        _require_session(request.support)
+        with alone():  # it may be the first to import torch
+            _require_session(request.support)
     dump = None if dump_passes is None else PassDump(as_path("dump_passes", dump_passes), out)
 
-    with pipeline.opened(model) as source, _on_host():
+    with alone(), pipeline.opened(model) as source, _on_host():
         progress("reading the model")
         loaded, notes = pipeline.load_model(
             source,
@@ -273,8 +278,12 @@ def _on_host() -> Iterator[None]:
 
     Does nothing if torch is not imported yet.
     """
-    torch = sys.modules.get("torch")
-    if torch is None or torch.get_default_device().type == "cpu":
+    if sys.modules.get("torch") is None:
+        yield
+        return
+    import torch  # waits for a thread that has begun it, such as one that opens an engine
+
+    if torch.get_default_device().type == "cpu":
         yield
         return
     with torch.device("cpu"):

@@ -40,11 +40,16 @@ def lower_caches(program: ExportedProgram) -> ExportedProgram:
     UnsupportedError: the program has no cache ops, or a store without its attention or the other
     way round; a pool is no input, or another operator uses it; or the program changes another input
     or a tensor of the module.
-    """
-    _require("torch", "lower_caches")
-    from kvgraph.compiler.lower_caches import lower_caches
 
-    return lower_caches(program)
+    It waits while another thread compiles.
+    """
+    from kvgraph.compiler.alone import alone
+
+    with alone():
+        _require("torch", "lower_caches")
+        from kvgraph.compiler.lower_caches import lower_caches
+
+        return lower_caches(program)
 
 
 def translation_table() -> dict[Callable[..., object], Callable[..., object]]:

@@ -8,6 +8,7 @@ from functools import cache, cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kvgraph.compiler.alone import alone
 from kvgraph.compiler.described import ModelSizes
 from kvgraph.compiler.fitting import Fit, PlanRequest, RankedModel, fit, would_fit
 from kvgraph.compiler.frontends import stored
@@ -235,6 +236,10 @@ class _Describer:
             return RankedModel(self(1).model, ranks, str(refusal))
 
     def _ask(self, why: str, ranks: int) -> ModelSizes:
+        with alone():
+            return self._asked(why, ranks)
+
+    def _asked(self, why: str, ranks: int) -> ModelSizes:
         need = f"needed to plan {self.folder}, since {why}"
         for name in ("torch", "transformers"):
             require_package(name, need, "pip install 'kvgraph[compile]'")

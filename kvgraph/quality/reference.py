@@ -34,8 +34,15 @@ def windows_at_once(length: int, vocab_size: int) -> int:
 def score_reference(source: Path, windows: Windows, max_seq_len: int | None = None) -> Scores:
     """Scores of the checkpoint in float32, with rotary frequencies for contexts of `max_seq_len`.
 
-    All memory is freed before the return.
+    All memory is freed before the return. It waits while another thread compiles.
     """
+    from kvgraph.compiler.alone import alone
+
+    with alone():
+        return _scores(source, windows, max_seq_len)
+
+
+def _scores(source: Path, windows: Windows, max_seq_len: int | None) -> Scores:
     import torch
 
     from kvgraph.compiler.check.reference import eager

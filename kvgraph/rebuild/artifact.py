@@ -17,6 +17,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 from kvgraph.compiler import emit
+from kvgraph.compiler.alone import alone
 from kvgraph.compiler.output import require_free, settle_leftovers, staging
 from kvgraph.compiler.pipeline import require_tools
 from kvgraph.compiler.targets.tensorrt import engine as trt_engine
@@ -79,10 +80,11 @@ def rebuild(
     by_torch = manifest.backend == "torch-tensorrt"
     module = BY_TORCH if by_torch else _module()
     version = _torch_version() if by_torch else trt_engine.require_module(module)
-    archs = _archs(module, target, manifest)
+    with alone():  # it may be the first to import torch
+        archs = _archs(module, target, manifest)
     progress("hashing")
     verify(folder)
-    with staging(out, force=force) as made:
+    with alone(), staging(out, force=force) as made:
         _copy(folder, made, manifest)
         _provide_kernels(made, archs, manifest.dtype, progress)
         progress(f"building the engine with {module} {version}")

@@ -18,9 +18,11 @@ from kvgraph.compiler.export import export
 from kvgraph.compiler.functional import without_writes
 from kvgraph.compiler.model import Model
 from kvgraph.compiler.passes import select_rows_early as early
+from kvgraph.compiler.passes.operands import value
 from kvgraph.compiler.passes.require_tokens_apart import require_tokens_apart
 from kvgraph.compiler.passes.select_rows_early import select_rows_early
 from kvgraph.contract.signature import GraphSignature
+from kvgraph.errors import UnsupportedError
 from tests.support.models import EXPERTS, LATENT, make_model
 from tests.support.programs import program_of, step
 
@@ -228,7 +230,7 @@ def test_an_operator_that_cannot_run_changes_nothing(
     """It fails over fewer rows, or it returns another number of them."""
 
     def call(node: Any, operand: Any) -> object:
-        if node.target is not aten.tanh.default:
+        if node.target is not aten.tanh.default or operand is value:
             return run(node, operand)
         if fails:
             raise RuntimeError("no kernel\nand more lines")
@@ -244,6 +246,23 @@ def test_an_operator_that_cannot_run_changes_nothing(
     assert "\n" not in why
     assert report.applied == 0
     assert str(program.graph) == text
+
+
+def test_an_operator_that_cannot_run_at_all_stops_the_compile(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As under the tracing mode of another thread: that is no reason of the model's."""
+
+    def call(node: Any, operand: Any) -> object:
+        if node.target is aten.tanh.default:
+            raise RuntimeError("s0 is not tracked with proxy")
+        return run(node, operand)
+
+    run = early._call
+    monkeypatch.setattr(early, "_call", call)
+    program = exported(lambda d, x, at: mlp(d, x.tanh())[at])
+    with pytest.raises(UnsupportedError, match=r"early: tanh: .* got s0 is not tracked with proxy"):
+        select_rows_early(program, SIGNATURE)
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)

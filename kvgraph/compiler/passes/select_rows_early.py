@@ -7,8 +7,9 @@ or other layers read too keep all rows.
 Decision: operators of ALIKE do the same to each row, and `require_tokens_apart` has proved that a
 row that is computed from a token is computed from its own. So they need no rules here: they run
 again over fewer rows, on fake values. The pass changes nothing if one of them then fails, or
-returns another shape. The proof does not cover rows that no token is in, such as positions: they
-are computed for all tokens, and selected.
+returns another shape. If it fails over all rows too, that is no property of the model, since it ran
+at the export: the compile stops. The proof does not cover rows that no token is in, such as
+positions: they are computed for all tokens, and selected.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ from kvgraph.compiler.passes.token_functions import LAYOUT, REDUCED, VIEWS, pack
 from kvgraph.compiler.passes.writes import base_of, written_by
 from kvgraph.compiler.quiet import first_line
 from kvgraph.contract.signature import GraphSignature
+from kvgraph.errors import UnsupportedError
 from kvgraph.ops import torch_ops
 from kvgraph.ops.torch_nodes import is_dense
 
@@ -58,6 +60,9 @@ ALIKE = (
     *(torch_ops.all_reduce, torch_ops.all_gather),
 )
 """Operators that do the same to each row of tokens, as pointwise ones do."""
+
+FAILS = (RuntimeError, ValueError, IndexError, TypeError, AssertionError)
+"""Errors of calls on fake values, of operators that refuse them and of torch itself."""
 
 SIZED = (*LAYOUT, *RESHAPED, aten.new_zeros, aten.new_ones)
 """Operators of ALIKE that may be given the number of tokens, as an extent."""
@@ -188,7 +193,7 @@ class _Rows:
     @torch.no_grad()
     def run_again(self, moved: list[Node]) -> dict[Node, object]:
         """Fake results of the calls over fewer rows. UnmatchedError: a call is not possible, or
-        returns another shape."""
+        returns another shape. UnsupportedError: it is not possible over all rows either."""
         made: dict[Node, object] = {}
 
         def few(node: Node) -> object:
@@ -206,7 +211,8 @@ class _Rows:
         for node in moved:
             try:
                 made[node] = _call(node, few)
-            except (RuntimeError, ValueError, IndexError, TypeError, AssertionError) as error:
+            except FAILS as error:
+                _require_whole_rows(node)
                 raise UnmatchedError(f"{node.name}: {first_line(error)}") from None
             results = zip(tree_leaves(node.meta["val"]), tree_leaves(made[node]), strict=True)
             for before, after in results:
@@ -297,6 +303,18 @@ def _call(node: Node, operand: object) -> object:
     assert callable(operand)
     args, named = map_arg((node.args, dict(node.kwargs)), operand)
     return node.target(*args, **named)
+
+
+def _require_whole_rows(node: Node) -> None:
+    """Raise UnsupportedError unless a call runs over the values that it had at the export."""
+    try:
+        _call(node, value)
+    except FAILS as error:
+        raise UnsupportedError(
+            f"select_rows_early: {node.name}: expected {node.target} to run over all rows as it "
+            f"did at the export, got {first_line(error)}; see that no other thread of this process "
+            "traces a model, or report it"
+        ) from error
 
 
 def _say_extent(node: Node) -> None:

@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from torch.export import ExportedProgram
 
+from kvgraph.compiler.alone import alone
 from kvgraph.compiler.functional import without_writes
 from kvgraph.compiler.passes.fuse_update_and_attend import (
     FUSED,
@@ -65,9 +66,13 @@ def lower_caches(program: ExportedProgram) -> ExportedProgram:
     """`program` in ops that `register`'s converter takes: changed in place, or a new program.
 
     `program` comes from torch.export without decompositions. UnsupportedError: it has no cache
-    ops, or a store without its attention.
+    ops, or a store without its attention. It waits while another thread compiles.
     """
-    program = without_writes(program)
+    with alone():
+        return _lowered(without_writes(program))
+
+
+def _lowered(program: ExportedProgram) -> ExportedProgram:
     graph = program.graph
     report = fuse_update_and_attend(graph)
     if report.unmatched:
