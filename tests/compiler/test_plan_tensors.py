@@ -121,7 +121,10 @@ def without_a_layer(tensors: Tensors) -> None:
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (in_4_bits, "expected floats of 16, 32 or 64 bits in a plain weight, got U8"),
+        (
+            in_4_bits,
+            "expected quantization_config in config.json for tensors such as model.layers.0",
+        ),
         (in_float8, "expected numbers that quantization_config in config.json says the scales of"),
         (without_a_layer, "expected weights for every parameter, got none for some"),
     ],

@@ -76,6 +76,10 @@ GPTQ, AWQ, COMPRESSED = (quantized.FORMS[name][0] for name in ("gptq", "awq", "w
             "compressed-tensors: format: expected FP4, FP8 or integers, got 'mxfp6-pack-quantized'",
         ),
         ("awq", AWQ | {"version": "gemv"}, "awq: version: expected 'gemm', got 'gemv'; "),
+        *(
+            ("awq", AWQ | {name: "gemv"}, f"awq: {name}: expected 'gemm', got 'gemv'; ")
+            for name in ("format", "checkpoint_format")
+        ),
         ("awq", AWQ | {"bits": 8}, "awq: bits: expected 4, got 8; "),
         (
             "w4a16",
@@ -172,7 +176,7 @@ def test_older_names_of_awqs_fields_beside_null(
     assert stored_forms(read_config(folder)) == planned
     config["quantization_config"]["format"] = "gemv"
     path.write_text(json.dumps(config))
-    assert "awq: version: expected 'gemm', got 'gemv'; " in quantized.refused(folder)
+    assert "awq: format: expected 'gemm', got 'gemv'; " in quantized.refused(folder)
 
 
 @pytest.mark.parametrize("form", ["fp8", "gptq", "awq", "w8a8", "nvfp4"])
@@ -182,13 +186,51 @@ def test_scales_of_activations_and_caches_are_left(
     """No tensor that the model has no place for: each row is scaled as it comes."""
     folder = quantized.make(form, plain("llama"), tmp_path / "packed")
     tensors = load_file(folder / "model.safetensors")
-    for name in ("input_scale", "activation_scale", "output_scale", "output_zero_point"):
+    ends = ("input_scale", "input_scale_ub", "activation_scale", "output_scale")
+    for name in (*ends, "output_zero_point"):
         tensors[f"model.layers.0.mlp.up_proj.{name}"] = torch.ones(1)
     for name in ("k_scale", "k_zero_point", "v_zero_point"):
         tensors[f"model.layers.0.self_attn.{name}"] = torch.ones(1)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     notes = huggingface.load(folder, "float32", weightless=True).notes
     assert not [note for note in notes if "no place" in note]
+
+
+def test_a_configuration_over_plain_weights(plain: Callable[[str], Path], tmp_path: Path) -> None:
+    folder = tmp_path / "packed"
+    quantized.save(plain("llama"), folder, load_file(plain("llama") / "model.safetensors"), GPTQ)
+    notes = huggingface.load(folder, "float32", weightless=True).notes
+    said = (
+        "weights: the checkpoint's are in no quantised form, though quantization_config says gptq"
+    )
+    assert said in notes
+
+
+def test_modelopts_own_object_in_config_json(plain: Callable[[str], Path], tmp_path: Path) -> None:
+    """It is read as it is in hf_quant_config.json, by plans and compiles alike."""
+    folder = quantized.make("nvfp4", plain("llama"), tmp_path / "packed")
+    planned = stored_forms(read_config(folder))
+    path = folder / "config.json"
+    config = json.loads(path.read_text())
+    flat = config["quantization_config"]
+    nested = {"quant_method": flat.pop("quant_method"), "quantization": flat}
+    path.write_text(json.dumps(config | {"quantization_config": nested}))
+    assert stored_forms(read_config(folder)) == planned
+    assert plan(folder, target="cpu", max_seq_len=None).warnings == []
+    flat["quant_algo"] = "W4A8_NVFP4_FP8"
+    path.write_text(json.dumps(config | {"quantization_config": nested}))
+    assert "quant_algo: expected NVFP4, MXFP4, FP8 or MXFP8, got 'W4" in quantized.refused(folder)
+
+
+@pytest.mark.parametrize("end", ["weight_scale", "weight_scale_inv", "weight.absmax", "SCB"])
+def test_scales_that_no_configuration_names(
+    end: str, plain: Callable[[str], Path], tmp_path: Path
+) -> None:
+    tensors = load_file(plain("llama") / "model.safetensors")
+    name = f"model.layers.0.mlp.up_proj.{end}"
+    quantized.save(plain("llama"), tmp_path / "m", tensors | {name: torch.ones(2)}, None)
+    said = f"expected quantization_config in config.json for tensors such as {name}, got none; "
+    assert said in quantized.refused(tmp_path / "m")
 
 
 def state(folder: Path) -> dict[str, torch.Tensor]:

@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 import kvgraph
 from kvgraph import ModelError
 from kvgraph.compiler.frontends import huggingface
+from kvgraph.compiler.frontends.found_instead import INSTEAD
 from tests.support import quantized
 from tests.support.plans import plan
 
@@ -114,6 +115,7 @@ SHARD = "model-0000{}-of-00003.safetensors"
         ),
         (("tf_model.h5",), f"tf_model.h5, weights of TensorFlow{LAYOUT}"),
         (("flax_model.msgpack",), f"flax_model.msgpack, weights of Flax{LAYOUT}"),
+        (("qmodel.pt",), f"qmodel.pt, weights that HQQ quantised; {INSTEAD}"),
         (("model.onnx", "optimizer.pt"), f"model.onnx, a graph of ONNX{LAYOUT}"),
         (("q4.gguf", "mmproj.gguf"), "the GGUF file q4.gguf; give that file"),
         (
@@ -191,6 +193,19 @@ def test_a_truncated_pickle(keep: int, folder: Path) -> None:
     assert f"{PICKLED}: expected tensors, got a damaged file" in refused(folder)
 
 
+@pytest.mark.parametrize("weightless", [False, True])
+def test_no_weights_at_all(weightless: bool, folder: Path) -> None:
+    (folder / WHOLE).unlink()
+    with pytest.raises(ModelError) as error:
+        huggingface.load(folder, "float32", weightless=weightless)
+    assert str(error.value) == (
+        f"{folder}: expected weights in {WHOLE} or {INDEX}, got none; take all files of the "
+        "checkpoint from its publisher"
+    )
+
+
+STEM = "model.layers.0.self_attn.q_proj"
+QUERIES = f"{STEM}.weight"
 NORM = "model.layers.1.input_layernorm.weight"
 ADAPTER = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
 Tensors = dict[str, torch.Tensor]
@@ -212,6 +227,23 @@ Tensors = dict[str, torch.Tensor]
             lambda t: {name.replace("1.input_layernorm", "1.ln"): t[name] for name in t},
             f"none for some, such as {NORM}; the first tensor without a place is "
             "model.layers.1.ln.weight",
+        ),
+        *(
+            (
+                lambda t, part=part: {name.replace(QUERIES, part): t[name] for name in t},
+                f"none for some, such as {QUERIES}; it is stored in another form, with a part "
+                f"{part}; {INSTEAD}",
+            )
+            for part in (
+                f"{STEM}.codebooks",
+                f"{STEM}.W_q",
+                f"{STEM}.B",
+                f"{STEM}.centroids.weight",
+            )
+        ),
+        (
+            lambda t: {name.replace(QUERIES, f"{STEM}.bias"): t[name] for name in t},
+            f"none for some, such as {QUERIES}; the first tensor without a place is {STEM}.bias",
         ),
         (
             lambda t: (

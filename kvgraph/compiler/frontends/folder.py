@@ -15,6 +15,7 @@ from typing import Any
 from kvgraph.compiler.checkpoint_files import CONFIG, require_fetched
 from kvgraph.compiler.frontends.found_instead import (
     ADAPTER,
+    INSTEAD,
     MERGE,
     instead_of_a_folder,
     instead_of_a_model,
@@ -28,6 +29,7 @@ MODELOPT_CONFIG = "hf_quant_config.json"
 """File in which older exports of modelopt describe the quantisation, which config.json leaves out.
 """
 
+MODELOPT = ("modelopt", "modelopt_fp4")
 QUANTIZED = (
     "awq",
     "compressed-tensors",
@@ -35,8 +37,7 @@ QUANTIZED = (
     "fp8",
     "gguf",
     "gptq",
-    "modelopt",
-    "modelopt_fp4",
+    *MODELOPT,
     "mxfp4",
 )
 """Quantisation methods whose checkpoints can be read (compiler/quantized)."""
@@ -46,9 +47,6 @@ AUTO_ROUND = {"auto_round:auto_awq": "awq", "auto_round:auto_gptq": "gptq"}
 
 PLAIN_BITS = 16
 """Bits that auto-round states for a layer that stays as it is."""
-
-INSTEAD = "compile the checkpoint that it was made from, with --weights int4 or int8"
-"""Next step of a user whose quantised checkpoint or GGUF file is refused."""
 
 BLOCK = re.compile(r"(\d{1,9})x(\d{1,9})")
 """A block's height and width as text, such as "64x48"."""
@@ -184,7 +182,12 @@ def quantization(config: Config) -> Mapping[str, Any] | None:
     given = given or config.get("compression_config")  # early compressed-tensors
     if not given:
         return None
-    return _unified(given) if isinstance(given, dict) else {"quant_method": given}
+    if not isinstance(given, dict):
+        return {"quant_method": given}
+    method, inner = given.get("quant_method"), given.get("quantization")
+    if method in MODELOPT and isinstance(inner, dict):  # as hf_quant_config.json has it
+        return {**given, **inner, "quant_method": method}
+    return _unified(given)
 
 
 def first_of(config: Config, *names: str) -> Any:

@@ -24,6 +24,9 @@ from kvgraph.contract.manifest import MANIFEST_NAME
 from kvgraph.errors import ModelError
 from kvgraph.signal_handlers import reraise_if_signalled
 
+INSTEAD = "compile the checkpoint that it was made from, with --weights int4 or int8"
+"""Next step of a user whose quantised checkpoint or GGUF file is refused."""
+
 ADAPTER, PIPELINE = "adapter_config.json", "model_index.json"
 ADAPTER_WEIGHTS = "adapter_model."
 MERGE = "(peft: merge_and_unload, then save_pretrained) and compile that folder"
@@ -34,13 +37,18 @@ SHARD = re.compile(r"(.+)-\d{5}-of-(\d{5})\.(?:safetensors|bin)")
 NO_MODEL = re.compile(r"mmproj|^imatrix|imatrix\.gguf$|-(?!00001-)\d{5}-of-\d{5}\.gguf$", re.I)
 """Pattern in names of GGUF files that are no model, or a later part of one."""
 
+LAYOUT = "give the checkpoint in transformers' layout, in safetensors"
 OTHERS = {
-    r"consolidated.*\.(safetensors|pth)": "weights in the layout of the authors' own code",
-    r"(tf_model.*\.h5|model\.ckpt.*)": "weights of TensorFlow",
-    r"flax_model.*\.msgpack": "weights of Flax",
-    r".*\.onnx": "a graph of ONNX",
+    r"consolidated.*\.(safetensors|pth)": (
+        "weights in the layout of the authors' own code",
+        LAYOUT,
+    ),
+    r"(tf_model.*\.h5|model\.ckpt.*)": ("weights of TensorFlow", LAYOUT),
+    r"flax_model.*\.msgpack": ("weights of Flax", LAYOUT),
+    r".*\.onnx": ("a graph of ONNX", LAYOUT),
+    r"qmodel\.pt": ("weights that HQQ quantised", INSTEAD),
 }
-"""Pattern of names of files with weights that are not read -> what they are."""
+"""Pattern of names of files with weights that are not read -> what they are, and the next step."""
 
 MOST_ENTRIES = 500
 """Entries of a folder that are looked at, so that a large one takes no time."""
@@ -143,13 +151,10 @@ def _gguf_models(names: Sequence[str]) -> list[str]:
 
 
 def _other(names: Sequence[str]) -> str:
-    for pattern, what in OTHERS.items():
+    for pattern, (what, step) in OTHERS.items():
         found = [name for name in names if re.fullmatch(pattern, name)]
         if found:
-            return (
-                f"{_listed(found)}, {what}; give the checkpoint in transformers' layout, in "
-                "safetensors"
-            )
+            return f"{_listed(found)}, {what}; {step}"
     return ""
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvgraph.compiler.frontends.folder import INSTEAD
+from kvgraph.compiler.frontends.found_instead import INSTEAD
 from kvgraph.errors import ModelError, UnsupportedError
 
 if TYPE_CHECKING:

@@ -8,8 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvgraph.compiler.frontends.folder import INSTEAD
-from kvgraph.compiler.frontends.found_instead import MERGE
+from kvgraph.compiler.frontends.found_instead import INSTEAD, MERGE
 from kvgraph.compiler.values import Values
 from kvgraph.errors import ModelError
 from kvgraph.plural import plural
@@ -77,6 +76,7 @@ def incomplete(folder: Path, problem: str, first: str, left: Sequence[str]) -> M
     named = next((name for name in left if name.endswith(f".{first}")), None)
     adapter = next((name for name in left if ".lora_" in name), None)
     alone = next((name for name in left if ONE_EXPERT.search(name)), None)
+    packed = next((name for name in left if _is_part(name, first)), None)
     step = "; take all files of the checkpoint from its publisher again"
     if adapter is not None:
         step = f"; merge the LoRA adapter, such as {adapter}, into its base model {MERGE}"
@@ -87,11 +87,20 @@ def incomplete(folder: Path, problem: str, first: str, left: Sequence[str]) -> M
             "; experts of this model are not read one by one from tensors such as "
             f"{alone}; {INSTEAD}"
         )
+    elif packed is not None:
+        step = f"; it is stored in another form, with a part {packed}; {INSTEAD}"
     elif left:
         step = f"; the first tensor without a place is {left[0]}"
     return ModelError(
         f"{folder}: expected weights for every parameter, {GOT[problem]} {first}{step}"
     )
+
+
+def _is_part(name: str, weight: str) -> bool:
+    """Whether a tensor, by its name, may be a part of a missing `weight` in a form of its own."""
+    stem = weight.removesuffix(".weight")
+    ends = (".", "_") if stem == weight else (".",)
+    return name.startswith(tuple(f"{stem}{end}" for end in ends)) and not name.endswith("bias")
 
 
 def _is_zero(name: str, values: Values | None) -> bool:

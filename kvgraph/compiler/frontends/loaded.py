@@ -36,6 +36,11 @@ def load_weights(
 
     ModelError if weights cannot be read, are missing, or have other shapes.
     """
+    if not any((folder / name).is_file() for name in (WHOLE, PICKLED, *INDEXES)):
+        raise ModelError(
+            f"{folder}: expected weights in {WHOLE} or {INDEX}, got none; take all files of the "
+            "checkpoint from its publisher"
+        )
     stored_tensors(folder)  # refuses shards that do not fit each other, or their index
     try:
         with quiet_warnings():

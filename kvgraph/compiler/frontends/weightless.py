@@ -20,7 +20,8 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from kvgraph.compiler.checkpoint import Checkpoint
 from kvgraph.compiler.checkpoint_files import StoredTensor, stored_tensors
 from kvgraph.compiler.frontends.conversion import language_part, of_parameters
-from kvgraph.compiler.frontends.folder import INSTEAD, Config, quantization
+from kvgraph.compiler.frontends.folder import Config, quantization
+from kvgraph.compiler.frontends.found_instead import INSTEAD
 from kvgraph.compiler.frontends.left_over import incomplete, left_over, notes_of
 from kvgraph.compiler.frontends.stored import HEAD, TABLE
 from kvgraph.compiler.quantized import gguf, weights_of
@@ -231,9 +232,10 @@ def _why_not(
         made = [values[n].dtype for n in names if n in values and not _is_read(values[n])]
         if len(shape) > 1 and state[names[0]].is_floating_point() and (kinds or made):
             got = str([*kinds, *made][0]).removeprefix("torch.")
+            is_packed = got.lower().startswith("u")  # 4 bits of bitsandbytes or MLX
             raise UnsupportedError(
                 f"{folder}: {names[0]}: expected floats of 16, 32 or 64 bits in a plain weight, "
-                f"got {got}; save the model in its own dtype"
+                f"got {got}; {INSTEAD if is_packed else 'save the model in its own dtype'}"
             )
         if kinds:
             return f"{names[0]} is stored as {kinds[0]}", "", []

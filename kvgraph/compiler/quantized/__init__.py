@@ -11,7 +11,8 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 from kvgraph.compiler.checkpoint_files import StoredTensor, shards_of
-from kvgraph.compiler.frontends.folder import INSTEAD, Config, quantization
+from kvgraph.compiler.frontends.folder import Config, quantization
+from kvgraph.compiler.frontends.found_instead import INSTEAD
 from kvgraph.compiler.quantized import (
     activations,
     awq,
@@ -63,6 +64,7 @@ def weights_of(
     given = quantization(config)
     if given is None:
         _require_scales(folder, stored)
+        require_plain_names(folder, stored)
         return {name: Plain(each) for name, each in readable.items()}, ""
     method = str(given["quant_method"])
     unread = {name: each.dtype for name, each in stored.items() if name not in readable}
@@ -75,7 +77,8 @@ def weights_of(
     _require_whole(parts, found)
     _require_scales(folder, {k: each for k, each in stored.items() if k not in parts.taken})
     others = {name: Plain(each) for name, each in readable.items() if name not in parts.taken}
-    return {**others, **found}, parts.text
+    unused = f"in no quantised form, though quantization_config says {method}"
+    return {**others, **found}, parts.text if found else unused
 
 
 def _require_whole(parts: Parts, found: Mapping[str, Values]) -> None:

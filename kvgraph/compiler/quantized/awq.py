@@ -19,6 +19,8 @@ from kvgraph.compiler.quantized.parts import Parts, read_finite, sizes_of_rules,
 from kvgraph.compiler.values import Plain, Rows, Values
 
 BITS = 4
+LAYOUT, LAYOUTS = "gemm", ("version", "format", "checkpoint_format")
+"""The layout that is read, and the fields of AutoAWQ and GPTQModel that name one."""
 HALF = 1 << (BITS - 1)
 ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 """Index of the output that each 4 bits of a word hold, from the lowest bits on."""
@@ -26,11 +28,12 @@ ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 
 def weights(parts: Parts, config: Config) -> dict[str, Values]:
     bits = first_of(config, "bits", "w_bit")
-    form = str(first_of(config, "version", "format") or "gemm").lower()
     if bits != BITS:
         raise parts.refuse("bits", str(BITS), bits)
-    if form != "gemm":
-        raise parts.refuse("version", "'gemm'", repr(form))
+    for name in LAYOUTS:
+        form = str(config.get(name) or LAYOUT).lower()
+        if form != LAYOUT:
+            raise parts.refuse(name, repr(LAYOUT), repr(form))
     size = first_of(config, "group_size", "q_group_size")
     sizes = [size] if isinstance(size, int) and size > 0 else []  # -1: whole rows
     sizes += sizes_of_rules(config)

@@ -9,7 +9,8 @@ from pathlib import Path
 import torch
 
 from kvgraph.compiler.checkpoint_files import StoredTensor, misplaced
-from kvgraph.compiler.frontends.folder import INSTEAD, Config
+from kvgraph.compiler.frontends.folder import Config
+from kvgraph.compiler.frontends.found_instead import INSTEAD
 from kvgraph.compiler.values import Plain
 from kvgraph.errors import ModelError, UnsupportedError
 
@@ -19,6 +20,7 @@ EXPONENT_BIAS = 127
 LEFT = (
     ".activation_scale",
     "_input_scale",
+    ".input_scale_ub",
     *(
         f".{of}_{what}"
         for of in ("input", "output", "q", "k", "v")
