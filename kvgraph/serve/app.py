@@ -206,6 +206,9 @@ class Endpoints:
             most = most_unread(job, options.max_unread_tokens)
             await generation.start(job.prompts, job.params, job.salt, most)
             if job.streams:
+                if generation.was_lost and tries > 1:  # no part of the answer is sent yet
+                    generation.close()
+                    return await self._run(request, job, answer, events, tries - 1)
                 frames = events(job, generation)
                 return EventStream(frames, generation, log)
             body = await _unless_gone(request, answer(job, generation))

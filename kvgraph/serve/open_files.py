@@ -44,6 +44,6 @@ class LimitOfClients:
             self._next = now + PAUSE_SECONDS
             said = (
                 f"clients: expected fewer than the limit of {self._limit} open files allows, got "
-                "all of them; further ones are reset; raise the limit (`ulimit -n`)"
+                "as many, and the system resets further ones; raise the limit (`ulimit -n`)"
             )
             write_line({"time": round(time.time(), 3), "event": "warning", "message": said})

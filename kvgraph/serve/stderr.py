@@ -1,4 +1,4 @@
-"""Lines on stderr. A thread writes them if it has a reader, which may stop reading."""
+"""Lines on stderr. A thread writes them, unless stderr is a file: a reader may stop reading."""
 
 from __future__ import annotations
 
@@ -44,8 +44,10 @@ def written_behind() -> Iterator[None]:
         writer.start()
         yield
     finally:
-        writer.close()
-        _Current.writer = None
+        try:
+            writer.close()
+        finally:
+            _Current.writer = None
 
 
 class _Writer:
@@ -113,7 +115,7 @@ def _write(text: str) -> None:
     with suppress(OSError, ValueError):
         try:
             number = stream.fileno()
-        except UnsupportedOperation:  # a stream of Python's
+        except (UnsupportedOperation, AttributeError):  # a stream of Python's
             stream.write(f"{text}\n")
             return
         left = f"{text}\n".encode(stream.encoding, stream.errors or "strict")
@@ -131,7 +133,7 @@ def _is_file() -> bool:
     """Whether stderr is a regular file, which takes every line at once."""
     try:
         return sys.stderr is not None and stat.S_ISREG(os.fstat(sys.stderr.fileno()).st_mode)
-    except (OSError, ValueError):
+    except (OSError, ValueError, AttributeError):
         return False
 
 

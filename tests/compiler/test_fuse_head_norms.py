@@ -97,6 +97,9 @@ class Own(nn.Module):
     def normal(self, q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return self.q_norm(q), self.k_norm(k)
 
+    def values(self, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return v
+
     def forward(
         self, tokens: Any, offsets: Any, logits_indices: Any, pool: Any, *index: Any
     ) -> torch.Tensor:
@@ -104,7 +107,7 @@ class Own(nn.Module):
         x = self.embed(tokens)
         q, k, v = self.qkv(x).view(x.shape[0], -1, HEAD).split((HEADS, KV_HEADS, KV_HEADS), dim=1)
         q, k = self.normal(q, k)
-        ops.store_kv(pool, k, v, offsets, lengths, table, layer=0)
+        ops.store_kv(pool, k, self.values(k, v), offsets, lengths, table, layer=0)
         out = ops.paged_attention(q, pool, offsets, lengths, table, most, layer=0, scale=0.3)
         return (x + out.reshape(x.shape[0], -1))[logits_indices.long()] @ self.embed.weight.T
 
@@ -147,6 +150,11 @@ class ReadTwice(Own):
         return q, k * q.mean()
 
 
+class KeysAreValues(Own):
+    def values(self, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return k
+
+
 def same(plain: ExportedProgram, fused: ExportedProgram, signature: GraphSignature) -> None:
     for lengths in STEPS:
         first, second = (step(signature, "float32", lengths) for _ in range(2))
@@ -170,6 +178,7 @@ def test_another_spelling(module: type[Own]) -> None:
         (OnlyK, "expected a norm of q, as k has one, got none"),
         (OtherEpsilon, "expected one epsilon and offset, got (1e-05, 0.0) and (0.001, 0.0)"),
         (ReadTwice, "expected one use of the normalised heads, got 2"),
+        (KeysAreValues, "expected q and k of their own, got one value twice"),
         (Turned, "expected a norm of q, as k has one, got none"),
     ],
 )

@@ -18,7 +18,6 @@ from kvgraph.compiler.export import export
 from kvgraph.compiler.functional import without_writes
 from kvgraph.compiler.model import Model
 from kvgraph.compiler.passes import select_rows_early as early
-from kvgraph.compiler.passes.operands import value
 from kvgraph.compiler.passes.require_tokens_apart import require_tokens_apart
 from kvgraph.compiler.passes.select_rows_early import select_rows_early
 from kvgraph.contract.signature import GraphSignature
@@ -230,7 +229,7 @@ def test_an_operator_that_cannot_run_changes_nothing(
     """It fails over fewer rows, or it returns another number of them."""
 
     def call(node: Any, operand: Any) -> object:
-        if node.target is not aten.tanh.default or operand is value:
+        if node.target is not aten.tanh.default or operand is early.noted:
             return run(node, operand)
         if fails:
             raise RuntimeError("no kernel\nand more lines")
@@ -246,6 +245,17 @@ def test_an_operator_that_cannot_run_changes_nothing(
     assert "\n" not in why
     assert report.applied == 0
     assert str(program.graph) == text
+
+
+def test_an_operator_with_an_extent_that_cannot_run_is_named() -> None:
+    """Over all rows it runs, with the extent that it had."""
+
+    def rows(d: Any, x: Any, at: Any) -> Any:
+        y = x.view(-1, 4, 8).transpose(0, 1)
+        return y.transpose(0, 1).view(x.shape[0], 32).tanh()[at] + 0 * y.sum()
+
+    report = select_rows_early(exported(rows), SIGNATURE)
+    assert (report.applied, len(report.unmatched)) == (0, 1), report.unmatched
 
 
 def test_an_operator_that_cannot_run_at_all_stops_the_compile(

@@ -329,9 +329,11 @@ result = [said, launched_in()[before:]]
          "max_lengths: expected at least 1 new token and a context of 1, got 0 and 5"),
         ("operands(given=UPDATE[1:])", "q: expected bfloat16 from the node's kernels, got none"),
         ("operands(given=[*UPDATE, 'sinks'])",
-         "sinks: expected none, as the node's kernels take none, got one"),
+         "sinks: expected none, as the node's kernels take none, got one: "
+         "compile the model again with it"),
         ("operands(given=[*UPDATE, 'q_norm', 'k_norm'])",
-         "q_norm: expected none, as the node's kernels take none, got one"),
+         "q_norm: expected none, as the node's kernels take none, got one: "
+         "compile the model again with it"),
     ],
 )  # fmt: skip
 def test_what_a_step_refuses(drive: Drive, call: str, sentence: str) -> None:

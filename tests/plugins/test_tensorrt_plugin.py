@@ -167,9 +167,11 @@ result = [[p.text("h_serialized"), p.text("h_names"), p.types([d for d, _ in giv
         ("inputs=1 << 13 | 255", "update_and_attend: field inputs: expected a bit for each of 13 "
          "operands with all of 63 set, got 8447"),
         ("inputs=1 << 10 | 255",
-         "update_and_attend: sinks: expected none, as the node's kernels take none, got one"),
+         "update_and_attend: sinks: expected none, as the node's kernels take none, got one: "
+         "compile the model again with it"),
         ("inputs=1 << 12 | 1 << 11 | 255",
-         "update_and_attend: q_norm: expected none, as the node's kernels take none, got one"),
+         "update_and_attend: q_norm: expected none, as the node's kernels take none, got one: "
+         "compile the model again with it"),
         ("scale=0.25",
          "update_and_attend: scale: expected 0.125 from the node's kernels, got 0.25"),
         ("window=9", "update_and_attend: window: expected 0 from the node's kernels, got 9"),

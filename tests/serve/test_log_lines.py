@@ -102,7 +102,8 @@ def test_an_error_at_the_end_waits_for_no_reader() -> None:
     )
     with pipe() as (_, end):
         fill(end)
-        assert subprocess.run([sys.executable, "-c", code], stderr=end).returncode == 2
+        command = [sys.executable, "-c", code]
+        assert subprocess.run(command, stderr=end, timeout=SECONDS).returncode == 2
 
 
 def test_lines_that_are_read_late_keep_their_order(monkeypatch: pytest.MonkeyPatch) -> None:

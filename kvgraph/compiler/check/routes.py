@@ -8,7 +8,6 @@ and no tokens are left out.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
@@ -98,7 +97,7 @@ def rerouted(
 ) -> tuple[list[Logits], bool]:
     """Reference logits with close choices made as in `found`, and whether there is a router.
 
-    At most the share of tokens that 16 bits change (ROUTED_SHARE) get another choice.
+    About the share of tokens that 16 bits change (ROUTED_SHARE) may get another choice.
     """
     pairs = [_row(traced, row, ours, allowed) for row, ours in zip(rows, found, strict=True)]
     return [logits for logits, _ in pairs], any(has_routers for _, has_routers in pairs)
@@ -121,8 +120,8 @@ def routed_difference(
 def _row(traced: Traced, row: Tokens, found: Logits, allowed: Tolerance) -> tuple[Logits, bool]:
     """The logits of one row, and whether there is a router.
 
-    No token before the first one that exceeds the limit has changed. So its own routers are the
-    cause, if routers are: it gets the choice that brings it nearest.
+    Tokens before the first one that exceeds the limit are near. So its own routers are the likely
+    cause, and it gets the choice that brings it nearest.
     """
 
     def run(changed: Collection[Choice]) -> tuple[Logits, _Routers]:
@@ -132,7 +131,7 @@ def _row(traced: Traced, row: Tokens, found: Logits, allowed: Tolerance) -> tupl
 
     changed: set[Choice] = set()
     logits, routers = run(changed)
-    for _ in range(math.ceil((1 - ROUTED_SHARE) * len(row))):
+    for _ in range(round((1 - ROUTED_SHARE) * len(row))):
         errors = errors_of(found, logits)
         over = np.flatnonzero(errors > allowed.error)
         if not len(over):

@@ -10,7 +10,7 @@ after the norm, and may round before its weight.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch.fx import Graph, Node
@@ -40,9 +40,12 @@ def fuse_head_norms(graph: Graph) -> PassReport:
         if node.target is not FUSED:
             continue
         given = arguments(UPDATE_AND_ATTEND, node)
+        operands = [given[operand.name] for operand in UPDATE_AND_ATTEND.inputs]
         try:
             q, k = (_norm_of(given[name], node, norms) for name in ("q", "k"))
             if q or k:
+                for name in ("q", "k"):
+                    _require_one_place(given[name], operands)
                 _fuse(node, q, k)
                 report.applied += 1
         except UnmatchedError as why:
@@ -74,6 +77,12 @@ def _norm_of(operand: Node | None, user: Node, norms: Mapping[Node, Norm]) -> No
     for node, reader in zip(path, [user, *path], strict=False):
         expect(only_user(node, "the normalised heads") is reader, "expected no other reader")
     return norms[path[-1]]
+
+
+def _require_one_place(operand: Node | None, operands: Sequence[Node | None]) -> None:
+    """Raise UnmatchedError if an operand is another one too, as keys that are also values are."""
+    places = sum(other is operand for other in operands)
+    expect(operand is None or places == 1, "expected q and k of their own, got one value twice")
 
 
 def _moves_whole_heads(node: Node) -> bool:

@@ -305,10 +305,15 @@ def _call(node: Node, operand: object) -> object:
     return node.target(*args, **named)
 
 
+def noted(node: Node) -> object:
+    """What a node had at the export: a tensor, an extent, or several of them."""
+    return node.meta.get("val")
+
+
 def _require_whole_rows(node: Node) -> None:
     """Raise UnsupportedError unless a call runs over the values that it had at the export."""
     try:
-        _call(node, value)
+        _call(node, noted)
     except FAILS as error:
         raise UnsupportedError(
             f"select_rows_early: {node.name}: expected {node.target} to run over all rows as it "

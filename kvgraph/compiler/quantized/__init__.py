@@ -100,8 +100,13 @@ def _require_scales(folder: Path, others: Mapping[str, StoredTensor]) -> None:
 def require_plain_names(folder: Path, names: Iterable[str]) -> None:
     """Raise UnsupportedError if tensors with these names need scales; they are not at hand."""
     for name in sorted(names):
-        if name.endswith((*PACKED, *SCALES)):
+        if name.endswith(PACKED):
             raise _without_scales(folder, name, "packed numbers, by its name")
+        if name.endswith(SCALES):
+            raise UnsupportedError(
+                f"{folder}: expected quantization_config in config.json for tensors such as "
+                f"{name}, got none; {_instead(folder)}"
+            )
 
 
 def _without_scales(folder: Path, name: str, got: str) -> UnsupportedError:

@@ -223,10 +223,9 @@ class FleetService(Service):
     async def _follow_loss(self, has_replicas: bool) -> None:
         """Refuse requests, and end those that wait, while the index has lost all replicas."""
         is_lost = not has_replicas and await answer_of(self._index.is_lost.remote())
-        if is_lost and not self.has_lost_replicas and self._fleet is not None:
-            self.has_lost_replicas = True  # before streams that end are asked for again
-            self._fleet.lose(LOST)
-        self.has_lost_replicas = is_lost
+        self.has_lost_replicas = is_lost  # before requests that end are asked for again
+        if is_lost and self._fleet is not None:
+            self._fleet.lose(LOST)  # at each look: choices of a request are submitted in turn
 
     def require_ready(self) -> Served:
         """Return `served`; ServeError (503) also while all replicas are lost."""

@@ -11,6 +11,7 @@ import ray
 from ray import serve
 from ray.serve.schema import ApplicationStatusOverview, DeploymentStatusOverview
 
+from kvgraph.contract.threads import threads_needed
 from kvgraph.serve.log import write_line
 
 END_SECONDS = 2.0
@@ -26,7 +27,7 @@ def reason_of(found: ApplicationStatusOverview) -> str:
 
 
 def _reason_of(deployment: DeploymentStatusOverview) -> str:
-    """Why a deployment does not run; empty if it runs or starts."""
+    """Why a deployment does not run; empty if nothing is said."""
     lines = [line.strip() for line in deployment.message.splitlines() if line.strip()]
     if errors := [line for line in lines if line.startswith("kvgraph.errors.")]:
         return str(errors[-1].partition(": ")[2])
@@ -66,7 +67,8 @@ def logged_statuses(application: str, pause: float) -> Iterator[None]:
                         log.look(found)
 
     watching = threading.Thread(target=watch, daemon=True)
-    watching.start()
+    with threads_needed():
+        watching.start()
     try:
         yield
     finally:

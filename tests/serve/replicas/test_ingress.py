@@ -22,7 +22,7 @@ from tests.serve.replicas.in_process import Local, with_replicas
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore", DeprecationWarning)  # Ray's own, of pydantic
-    from ray.exceptions import RayActorError
+    from ray.exceptions import GetTimeoutError, RayActorError
 
     from kvgraph.serve.replicas import actors, application, index_calls
 
@@ -247,11 +247,12 @@ def test_an_index_that_hangs_counts_as_one_that_restarts(
             await asyncio.sleep(0.01)
         handle.hangs = True
         assert (await own.require_ready().state())["num_pages"] == 100
-        own.lines.add(["a"])
-        while own.lines.take():
-            await asyncio.sleep(0.01)
         await own.close()
         own.require_running()
+        own.lines.add(["a"])
+        with pytest.raises(GetTimeoutError):
+            await own._send_lines()
+        assert own.lines.take() == []
 
     with_replicas(artifact, 1, task, num_pages=100)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 import warnings
 from types import SimpleNamespace
 from typing import Any
@@ -63,7 +64,8 @@ def test_statuses_are_logged_while_the_server_runs(
     monkeypatch.setattr(statuses.serve, "status", status)
     with statuses.logged_statuses("mine", 0.01):
         assert asked.wait(60)
-        while "It is ill." not in (said := capsys.readouterr().err):
-            pass
+        said, end = "", time.monotonic() + 60
+        while "It is ill." not in said and time.monotonic() < end:
+            said += capsys.readouterr().err
     assert said.count("\n") == 1
     assert "restarts" not in capsys.readouterr().err
