@@ -108,8 +108,7 @@ def test_truncated_weights(model: Path, tmp_path: Path, keep: int) -> None:
 def test_missing_weights(model: Path, tmp_path: Path) -> None:
     (model / "model.safetensors").unlink()
     text = refused(model, tmp_path)
-    assert text.startswith(f"{model}: cannot read the weights: ")
-    assert "model.safetensors" in text
+    assert text.startswith(f"{model}: expected weights in model.safetensors or ")
 
 
 @pytest.mark.parametrize(

@@ -144,7 +144,7 @@ def test_names_of_packed_weights_in_an_index(form: str, tmp_path: Path) -> None:
     (folder / "model.safetensors").unlink()
     index = {"metadata": {"total_size": 1}, "weight_map": dict.fromkeys(names, "a.safetensors")}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-    with pytest.raises(UnsupportedError, match="quantization_config in config.json"):
+    with pytest.raises(UnsupportedError, match=r"quantization_config in config\.json"):
         plan(folder, max_seq_len=None)
 
 

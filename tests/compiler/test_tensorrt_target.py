@@ -308,7 +308,7 @@ def test_what_no_engine_supports(
         ("window", 64,
          "update_and_attend: window: expected 64 from the node's kernels, got 0"),
         ("version", 9,
-         "field kernels: expected version 3 of this kvgraph, got 9: compile the model again"),
+         "field kernels: expected version 4 of this kvgraph, got 9: compile the model again"),
     ],
 )  # fmt: skip
 def test_what_the_plugin_lacks_is_named_when_it_is_parsed(

@@ -39,7 +39,7 @@ from kvgraph.compiler.quantized.gguf_processors import (
     processor_of,
     with_halves,
 )
-from kvgraph.compiler.values import Converted, Values
+from kvgraph.compiler.values import TORCH_DTYPES, Converted, Values
 from kvgraph.contract.dims import Array
 from kvgraph.errors import ModelError
 from kvgraph.signal_handlers import reraise_if_signalled
@@ -50,9 +50,6 @@ if TYPE_CHECKING:
 
 LAYER = re.compile(r"blk\.(\d+)\.")
 KEYS_AND_VALUES = re.compile(LAYER.pattern + r"attn_(k|v|k_norm)\.weight")
-
-FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-"""Type of a tensor of plain numbers -> torch dtype."""
 
 PREDICTING = ("glm4_moe", "deepseek_v3")
 """Types of models whose files may have layers that predict more tokens."""
@@ -123,7 +120,7 @@ def _values(
             made = Blocks(where, shape, bits, data, kind, is_transposed=is_transposed)
     made.least_bits = min(each)
     kinds = {tensor.tensor_type.name for tensor in tensors}
-    made.plain_dtype = FLOATS.get(kinds.pop()) if len(kinds) == 1 else None
+    made.plain_dtype = TORCH_DTYPES.get(kinds.pop()) if len(kinds) == 1 else None
     return made
 
 
