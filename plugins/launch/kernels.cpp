@@ -174,16 +174,6 @@ int64_t Kernels::extent_of(const kvg_dim& dim) const {
   return dims[dim.symbol] ? dims[dim.symbol] + dim.value : 0;
 }
 
-bool Kernels::takes(int operand) const {
-  for (const ArchKernels& arch : archs)
-    for (const kvg_kernel& kernel : arch.kernels)
-      for (uint32_t i = 0; i < kernel.num_parameters; ++i)
-        if (kernel.parameters[i].kind == KVG_PARAMETER_OPERAND &&
-            kernel.parameters[i].index == operand)
-          return true;
-  return false;
-}
-
 const ArchKernels& Kernels::on(int major, int minor) const {
   const ArchKernels* best = nullptr;
   std::string known;
@@ -213,6 +203,11 @@ Kernels read_kernels(const kvg_op& op, const std::string& record, bool stores) {
   for (uint32_t i = 0; i < header.num_archs; ++i)
     made.archs.push_back(
         read_arch(op, record.data() + sizeof header + i * sizeof(kvg_arch_kernels), stores, attends));
+  for (const ArchKernels& arch : made.archs)
+    for (const kvg_kernel& kernel : arch.kernels)
+      for (uint32_t i = 0; i < kernel.num_parameters; ++i)
+        if (kernel.parameters[i].kind == KVG_PARAMETER_OPERAND)
+          made.taken |= 1u << kernel.parameters[i].index;
   return made;
 }
 

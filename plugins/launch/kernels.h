@@ -23,13 +23,12 @@ struct Kernels {
   int64_t dims[KVG_NUM_DIM_SYMBOLS] = {};  // 0: known at run time only
   std::map<std::string, double, std::less<>> attributes;
   std::vector<ArchKernels> archs;
+  uint32_t taken = 0;  // a bit for each operand of the node's op that a kernel takes
 
   // The dtype that the kernels take for an operand.
   int32_t dtype_of(const kvg_operand& operand) const;
   // The extent that the kernels take for a dim; 0: any.
   int64_t extent_of(const kvg_dim& dim) const;
-  // Whether a kernel takes an operand of the node's op.
-  bool takes(int operand) const;
   // The kernels of the newest architecture that a device of that capability runs; refuses if none.
   const ArchKernels& on(int major, int minor) const;
 };

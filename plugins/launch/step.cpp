@@ -178,7 +178,7 @@ void check_attributes(const Node& node) {
 
 void check_taken(const Node& node, int operand) {
   const kvg_operand& spec = node.op->operands[operand];
-  if (spec.optional && !node.kernels.takes(operand))
+  if (spec.optional && !(node.kernels.taken >> operand & 1u))
     refuse(KVG_REFUSED, "%s: %s: expected none, as the node's kernels take none, got one: compile the "
            "model again with it",
            node.op->name, spec.name);

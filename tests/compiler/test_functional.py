@@ -17,7 +17,7 @@ from kvgraph.compiler.passes.fuse_rms_norm import fuse_rms_norm
 from kvgraph.compiler.passes.fuse_update_and_attend import STORE
 from kvgraph.compiler.passes.pack_linear import pack_linear
 from kvgraph.compiler.passes.writes import written_by
-from tests.compiler.test_fuse_rope import PARAMS, Own, fuse, tables
+from tests.compiler.test_fuse_rope import Own, fuse, tables
 from tests.support.programs import logits, own_program, packed_by, step
 
 
@@ -267,7 +267,7 @@ class Named(Own):
 
 @pytest.mark.parametrize(("module", "count"), [(Scaled(), 1), (Still(), 0), (Named(), 1)])
 def test_rotary_embeddings(module: Own, count: int) -> None:
-    program, signature = own_program(PARAMS, module)
+    program, signature = own_program(module)
     assert writes(program) == ["kvgraph.update_and_attend.default"]
     expected = logits(program.module(), step(signature, "float32", [5, 1, 20]))
     assert fuse(program, signature).applied == count

@@ -10,8 +10,6 @@ import torch
 from torch import nn
 from torch.export import ExportedProgram
 
-import kvgraph
-from kvgraph import ops
 from kvgraph.compiler.passes import PassReport
 from kvgraph.compiler.passes.drop_no_ops import drop_no_ops
 from kvgraph.compiler.passes.fuse_head_norms import fuse_head_norms
@@ -20,7 +18,17 @@ from kvgraph.compiler.passes.fuse_update_and_attend import FUSED, arguments
 from kvgraph.contract.signature import GraphSignature
 from kvgraph.ops import UPDATE_AND_ATTEND
 from tests.support.models import layers, make_model
-from tests.support.programs import STEPS, compare, logits, own_program, program_of, step
+from tests.support.programs import (
+    HEAD,
+    HEADS,
+    STEPS,
+    OneLayer,
+    compare,
+    logits,
+    own_program,
+    program_of,
+    step,
+)
 
 POSITIONS = 512
 RATE = torch.ops.aten.rsqrt.default
@@ -78,18 +86,12 @@ def test_decoders(name: str, tmp_path: Path) -> None:
 
 # ---- a module of one's own ----------------------------------------------------------------------
 
-HEAD, HEADS, KV_HEADS = 8, 4, 2
-PARAMS = kvgraph.KVCacheParams("float32", KV_HEADS, HEAD, 1, page_size=16)
 
-
-class Own(nn.Module):
-    """One layer without positions."""
+class Own(OneLayer):
+    """Heads without positions."""
 
     def __init__(self) -> None:
         super().__init__()
-        torch.manual_seed(0)
-        self.embed = nn.Embedding(160, 32)
-        self.qkv = nn.Linear(32, (HEADS + 2 * KV_HEADS) * HEAD)
         self.q_norm, self.k_norm = (nn.RMSNorm(HEAD, eps=1e-5) for _ in range(2))
         nn.init.normal_(self.q_norm.weight)
         nn.init.normal_(self.k_norm.weight)
@@ -100,16 +102,11 @@ class Own(nn.Module):
     def values(self, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         return v
 
-    def forward(
-        self, tokens: Any, offsets: Any, logits_indices: Any, pool: Any, *index: Any
-    ) -> torch.Tensor:
-        lengths, table, most = index
-        x = self.embed(tokens)
-        q, k, v = self.qkv(x).view(x.shape[0], -1, HEAD).split((HEADS, KV_HEADS, KV_HEADS), dim=1)
+    def prepared(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, offsets: Any, lengths: Any
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         q, k = self.normal(q, k)
-        ops.store_kv(pool, k, self.values(k, v), offsets, lengths, table, layer=0)
-        out = ops.paged_attention(q, pool, offsets, lengths, table, most, layer=0, scale=0.3)
-        return (x + out.reshape(x.shape[0], -1))[logits_indices.long()] @ self.embed.weight.T
+        return q, k, self.values(k, v)
 
 
 class HeadsFirst(Own):
@@ -164,7 +161,7 @@ def same(plain: ExportedProgram, fused: ExportedProgram, signature: GraphSignatu
 
 @pytest.mark.parametrize("module", [Own, HeadsFirst])
 def test_another_spelling(module: type[Own]) -> None:
-    (plain, signature), (fused, _) = (own_program(PARAMS, module()) for _ in range(2))
+    (plain, signature), (fused, _) = (own_program(module()) for _ in range(2))
     assert fuse(fused, signature) == PassReport("fuse_head_norms", 1)
     (given,) = attentions(fused)
     assert given["norm_epsilon"] == 1e-5
@@ -183,7 +180,7 @@ def test_another_spelling(module: type[Own]) -> None:
     ],
 )
 def test_left_and_named(module: type[Own], why: str) -> None:
-    (plain, signature), (fused, _) = (own_program(PARAMS, module()) for _ in range(2))
+    (plain, signature), (fused, _) = (own_program(module()) for _ in range(2))
     assert fuse(fused, signature).unmatched == [f"update_and_attend_default: {why}"]
     assert attentions(fused)[0]["q_norm"] is None
     same(plain, fused, signature)

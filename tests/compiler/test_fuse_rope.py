@@ -12,8 +12,6 @@ import torch
 from torch import nn
 from torch.export import ExportedProgram
 
-import kvgraph
-from kvgraph import ops
 from kvgraph.compiler.passes import PassReport
 from kvgraph.compiler.passes.fuse_rope import CHECK, TABLE_BYTES, fuse_rope
 from kvgraph.compiler.passes.fuse_update_and_attend import FUSED, arguments
@@ -21,7 +19,17 @@ from kvgraph.contract.signature import GraphSignature
 from kvgraph.ops import UPDATE_AND_ATTEND
 from kvgraph.ops._update_and_attend import rotate
 from tests.support.models import layers, make_model
-from tests.support.programs import STEPS, compare, logits, own_program, program_of, step
+from tests.support.programs import (
+    HEAD,
+    HEADS,
+    STEPS,
+    OneLayer,
+    compare,
+    logits,
+    own_program,
+    program_of,
+    step,
+)
 
 POSITIONS = 512
 
@@ -129,18 +137,9 @@ def test_layers_without_an_embedding_are_named(tmp_path: Path) -> None:
 
 # ---- a module of one's own ----------------------------------------------------------------------
 
-HEAD, HEADS, KV_HEADS = 8, 4, 2
-PARAMS = kvgraph.KVCacheParams("float32", KV_HEADS, HEAD, 1, page_size=16)
 
-
-class Own(nn.Module):
-    """One layer, written in another way than transformers': pairs of neighbours, heads last."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.embed = nn.Embedding(160, 32)
-        self.qkv = nn.Linear(32, (HEADS + 2 * KV_HEADS) * HEAD)
+class Own(OneLayer):
+    """Written in another way than transformers': pairs of neighbours, heads last."""
 
     def rows(self, index: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
         return torch.bucketize(index, offsets[1:], right=True)
@@ -162,18 +161,13 @@ class Own(nn.Module):
         cos, sin = self.cos_sin(positions)
         return self.rotate(q, cos, sin), self.rotate(k, cos, sin)
 
-    def forward(
-        self, tokens: Any, offsets: Any, logits_indices: Any, pool: Any, *index: Any
-    ) -> torch.Tensor:
-        lengths, table, most = index
-        x = self.embed(tokens)
-        q, k, v = self.qkv(x).view(x.shape[0], -1, HEAD).split((HEADS, KV_HEADS, KV_HEADS), dim=1)
-        numbers = torch.arange(tokens.shape[0])
+    def prepared(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, offsets: Any, lengths: Any
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        numbers = torch.arange(q.shape[0])
         row = self.rows(numbers, offsets)
         q, k = self.turn(q, k, self.positions(numbers, offsets[row], lengths[row]))
-        ops.store_kv(pool, k, v, offsets, lengths, table, layer=0)
-        out = ops.paged_attention(q, pool, offsets, lengths, table, most, layer=0, scale=0.3)
-        return (x + out.reshape(x.shape[0], -1))[logits_indices.long()] @ self.embed.weight.T
+        return q, k, v
 
 
 class Halves(Own):
@@ -199,8 +193,8 @@ class Backwards(Own):
     [(Own, INTERLEAVED), (Halves, HALVES), (Backwards, INTERLEAVED)],
 )
 def test_another_spelling(module: Any, style: int) -> None:
-    plain, signature = own_program(PARAMS, module())
-    fused, _ = own_program(PARAMS, module())
+    plain, signature = own_program(module())
+    fused, _ = own_program(module())
     assert fuse(fused, signature) == PassReport("fuse_rope", 1)
     (node,) = [n for n in fused.graph.nodes if n.target is FUSED]
     assert arguments(UPDATE_AND_ATTEND, node)["rope_style"] == style
@@ -338,7 +332,7 @@ NONE = "q: expected a rotation by the cos and sin of positions, got"
     ],
 )
 def test_what_the_kernel_does_not_compute_is_left_and_named(module: Any, why: str) -> None:
-    program, signature = own_program(PARAMS, module())
+    program, signature = own_program(module())
     graph = str(program.graph)
     report = fuse(program, signature)
     assert report.applied == 0
@@ -348,7 +342,7 @@ def test_what_the_kernel_does_not_compute_is_left_and_named(module: Any, why: st
 
 
 def test_a_table_that_is_too_large_is_not_made() -> None:
-    program, signature = own_program(PARAMS, Own())
+    program, signature = own_program(Own())
     positions = TABLE_BYTES // (4 * HEAD) + 1
     report = fuse_rope(program, signature, positions)
     assert report.applied == 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.compiler.test_fuse_rope import PARAMS, Own, fuse
+from tests.compiler.test_fuse_rope import Own, fuse
 from tests.support.programs import logits, own_program, step
 
 
@@ -18,7 +18,7 @@ class Merged(Own):
 
 
 def test_a_view_of_what_does_not_lie_in_order() -> None:
-    program, signature = own_program(PARAMS, Merged())
+    program, signature = own_program(Merged())
     expected = logits(program.module(), step(signature, "float32", [5, 1, 20]))
     assert fuse(program, signature).applied == 1
     found = logits(program.module(), step(signature, "float32", [5, 1, 20]))
@@ -33,7 +33,7 @@ class Bits(Own):
 
 
 def test_numbers_that_are_read_as_another_type_are_named() -> None:
-    program, signature = own_program(PARAMS, Bits())
+    program, signature = own_program(Bits())
     (why,) = fuse(program, signature).unmatched
     assert "q: view_1: expected elements that stay whole" in why
 
@@ -54,7 +54,7 @@ class Again(Own):
 
 @pytest.mark.parametrize("module", [Doubled, Again])
 def test_each_term_of_a_position_counts(module: type[Own]) -> None:
-    program, signature = own_program(PARAMS, module())
+    program, signature = own_program(module())
     expected = logits(program.module(), step(signature, "float32", [5, 1, 20]))
     assert fuse(program, signature).applied == 1
     found = logits(program.module(), step(signature, "float32", [5, 1, 20]))

@@ -7,12 +7,14 @@ import warnings
 from collections.abc import Callable, Mapping
 from hashlib import sha256
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
 from torch.export import ExportedProgram
 
+from kvgraph import ops
 from kvgraph.compiler.cache import plan_cache
 from kvgraph.compiler.export import export
 from kvgraph.compiler.frontends import huggingface
@@ -26,6 +28,8 @@ from kvgraph.contract.params import KVCacheParams
 from kvgraph.contract.signature import GraphSignature
 
 PAGE, SLOTS = 16, 7
+HEAD, HEADS, KV_HEADS = 8, 4, 2
+"""Of a OneLayer."""
 STEPS: tuple[list[int], ...] = ([5, 1, 20], [1], [17, 3])
 
 _exported: dict[tuple[str, str, bool], tuple[ExportedProgram, GraphSignature]] = {}
@@ -61,12 +65,38 @@ def _export(folder: Path, dtype: str, weightless: bool) -> tuple[ExportedProgram
     return program, signature
 
 
-def own_program(
-    params: KVCacheParams, module: nn.Module, positions: int = 512
-) -> tuple[ExportedProgram, GraphSignature]:
-    """A user's module with a vocabulary of 160 tokens."""
+class OneLayer(nn.Module):
+    """A user's module: one layer of attention between an embedding and its transpose."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Embedding(160, 32)
+        self.qkv = nn.Linear(32, (HEADS + 2 * KV_HEADS) * HEAD)
+
+    def prepared(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, offsets: Any, lengths: Any
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """q, k and v as the cache ops get them."""
+        return q, k, v
+
+    def forward(
+        self, tokens: Any, offsets: Any, logits_indices: Any, pool: Any, *index: Any
+    ) -> torch.Tensor:
+        lengths, table, most = index
+        x = self.embed(tokens)
+        q, k, v = self.qkv(x).view(x.shape[0], -1, HEAD).split((HEADS, KV_HEADS, KV_HEADS), dim=1)
+        q, k, v = self.prepared(q, k, v, offsets, lengths)
+        ops.store_kv(pool, k, v, offsets, lengths, table, layer=0)
+        out = ops.paged_attention(q, pool, offsets, lengths, table, most, layer=0, scale=0.3)
+        return (x + out.reshape(x.shape[0], -1))[logits_indices.long()] @ self.embed.weight.T
+
+
+def own_program(module: nn.Module) -> tuple[ExportedProgram, GraphSignature]:
+    """The program of a OneLayer."""
+    params = KVCacheParams("float32", KV_HEADS, HEAD, 1, page_size=PAGE)
     signature = GraphSignature.of(params.get_symbolic_inputs()[0], 160)
-    model = Model(module, "own", (), vocab_size=160, max_seq_len=positions, dtype="float32")
+    model = Model(module, "own", (), vocab_size=160, max_seq_len=512, dtype="float32")
     program = without_writes(export(model, signature, return_buffers=False))
     fuse_update_and_attend(program.graph)
     return program, signature

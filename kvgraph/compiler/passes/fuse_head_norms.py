@@ -10,20 +10,23 @@ after the norm, and may round before its weight.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import torch
 from torch.fx import Graph, Node
+from torch.fx.node import Argument
 
 from kvgraph.compiler.passes import PassReport
 from kvgraph.compiler.passes.fuse_update_and_attend import FUSED, arguments
 from kvgraph.compiler.passes.norms import COMPOSED, RATE, Norm, find_norm
 from kvgraph.compiler.passes.operands import (
     UnmatchedError,
+    any_node,
     computed,
     erase_unused,
     expect,
     only_user,
+    value,
 )
 from kvgraph.ops import UPDATE_AND_ATTEND
 
@@ -40,13 +43,10 @@ def fuse_head_norms(graph: Graph) -> PassReport:
         if node.target is not FUSED:
             continue
         given = arguments(UPDATE_AND_ATTEND, node)
-        operands = [given[operand.name] for operand in UPDATE_AND_ATTEND.inputs]
         try:
-            q, k = (_norm_of(given[name], node, norms) for name in ("q", "k"))
+            q, k = (_norm_of(name, given, norms) for name in ("q", "k"))
             if q or k:
-                for name in ("q", "k"):
-                    _require_one_place(given[name], operands)
-                _fuse(node, q, k)
+                _fuse(node, given, q, k)
                 report.applied += 1
         except UnmatchedError as why:
             report.unmatched.append(f"{node.name}: {why}")
@@ -67,29 +67,25 @@ def _norms(graph: Graph) -> dict[Node, Norm]:
     return found
 
 
-def _norm_of(operand: Node | None, user: Node, norms: Mapping[Node, Norm]) -> Norm | None:
-    """The norm of which `operand` is the result, maybe moved; None if it is another value."""
-    path = [] if operand is None else [operand]
+def _norm_of(name: str, given: Mapping[str, object], norms: Mapping[Node, Norm]) -> Norm | None:
+    """The norm of which operand `name` is the result, maybe moved; None if it is another value."""
+    operand = given[name]
+    path = [operand] if isinstance(operand, Node) else []
     while path and path[-1] not in norms and _moves_whole_heads(path[-1]):
         path.append(path[-1].all_input_nodes[0])
     if not path or path[-1] not in norms:
         return None
-    for node, reader in zip(path, [user, *path], strict=False):
-        expect(only_user(node, "the normalised heads") is reader, "expected no other reader")
+    for node in path:
+        only_user(node, "the normalised heads")
+    places = sum(other is operand for other in given.values())
+    expect(places == 1, "expected q and k of their own, got one value twice")
     return norms[path[-1]]
-
-
-def _require_one_place(operand: Node | None, operands: Sequence[Node | None]) -> None:
-    """Raise UnmatchedError if an operand is another one too, as keys that are also values are."""
-    places = sum(other is operand for other in operands)
-    expect(operand is None or places == 1, "expected q and k of their own, got one value twice")
 
 
 def _moves_whole_heads(node: Node) -> bool:
     if node.target not in MOVES:
         return False
-    source = node.all_input_nodes[0].meta["val"]
-    last, given = source.dim() - 1, node.args[1:]
+    last, given = value(node.all_input_nodes[0]).dim() - 1, node.args[1:]
     if node.target is aten.permute.default:
         assert isinstance(given[0], list | tuple)
         return given[0][-1] in (last, -1)
@@ -97,8 +93,7 @@ def _moves_whole_heads(node: Node) -> bool:
     return not {last, -1} & set(dims)
 
 
-def _fuse(node: Node, q: Norm | None, k: Norm | None) -> None:
-    given = arguments(UPDATE_AND_ATTEND, node)
+def _fuse(node: Node, given: dict[str, Argument], q: Norm | None, k: Norm | None) -> None:
     expect(q is not None, "expected a norm of q, as k has one, got none")
     assert q is not None
     if given["k"] is not None:
@@ -106,11 +101,11 @@ def _fuse(node: Node, q: Norm | None, k: Norm | None) -> None:
         assert k is not None
         ours, others = (q.epsilon, q.offset), (k.epsilon, k.offset)
         expect(ours == others, f"expected one epsilon and offset, got {ours} and {others}")
-    width = given["kv_blocks"].meta["val"].shape[-1]
+    width = value(any_node(given["kv_blocks"], "a pool")).shape[-1]
     for norm in filter(None, (q, k)):
-        size = norm.weight.meta["val"].shape[0]
+        size = value(norm.weight).shape[0]
         expect(size == width, f"expected norms of heads of {width} elements, got {size}")
-    given |= {"q_norm": q.weight, "k_norm": k and k.weight}
+    given |= {"q_norm": q.weight, "k_norm": k.weight if k else None}
     given |= {"norm_epsilon": q.epsilon, "norm_offset": q.offset}
     node.args, node.kwargs = UPDATE_AND_ATTEND.call(given)
     for norm in filter(None, (q, k)):
