@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import tokenizers
 import torch
+from safetensors.torch import load_file
 
 import kvgraph
 from kvgraph import KVGraphError
@@ -352,3 +353,13 @@ def test_a_tensor_of_another_shape(
     folder = make_model(architecture, tmp_path / "model", **more)
     path = gguf_files.make(folder, tmp_path / "model.gguf", "Q8_0")
     assert " from its configuration, got [" in refused(path)
+
+
+def test_experts_stand_in_the_order_of_their_numbers(tmp_path: Path) -> None:
+    """The tests' and benchmarks' own files: a checkpoint's names have 10 in front of 2."""
+    folder = make_model("qwen3_moe", tmp_path / "model", **EXPERTS | {"num_experts": 11})
+    read = ours(gguf_files.make(folder, tmp_path / "own.gguf", "F32"))
+    found = read["model.layers.0.mlp.experts.down_proj"]
+    part = "model.layers.0.mlp.experts.{}.down_proj.weight"
+    stored = load_file(folder / "model.safetensors")
+    assert torch.equal(found, torch.stack([stored[part.format(i)] for i in range(11)]))

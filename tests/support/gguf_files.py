@@ -289,15 +289,21 @@ def _permuted(weight: np.ndarray, heads: int) -> np.ndarray:
 
 
 def _stacked(stored: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Experts of a layer as one tensor."""
+    """Experts of a layer as one tensor, by their numbers: a file has them sorted by name."""
     found: dict[str, Any] = {}
     for name, tensor in stored.items():
         before, at, behind = name.partition(".experts.")
         if at and behind[0].isdigit():
-            found.setdefault(f"{before}.experts.{behind.partition('.')[2]}", []).append(tensor)
+            number, _, part = behind.partition(".")
+            found.setdefault(f"{before}.experts.{part}", {})[int(number)] = tensor
         else:
             found[name] = tensor
-    return {name: np.stack(t) if isinstance(t, list) else t for name, t in found.items()}
+    return {
+        name: np.stack([tensor[i] for i in range(len(tensor))])
+        if isinstance(tensor, dict)
+        else tensor
+        for name, tensor in found.items()
+    }
 
 
 def _add_tokenizer(writer: Any, tokenizer: dict[str, Any], config: dict[str, Any]) -> None:
