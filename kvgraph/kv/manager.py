@@ -174,19 +174,20 @@ class KVCacheManager(NotCopyable, ABC):
         self._slots.release(request_id, replica_idx)
 
     @contextmanager
-    def reserve(self, replica_batches: Batches) -> Iterator[None]:
+    def reserve(self, replica_batches: Batches | Sequence[TextContext]) -> Iterator[None]:
         """Claim and alloc all requests for a scope; they are always released at its end.
 
-        A request that the scope itself has released is skipped. An exception of the scope is
-        raised on, even if a release fails too.
+        A flat list is the batch of the only replica. A request that the scope itself has released
+        is skipped. An exception of the scope is raised on, even if a release fails too.
         """
+        batches = self._per_replica(replica_batches, "reserve")
         claimed: list[tuple[RequestID, int]] = []
         try:
-            for replica_idx, batch in enumerate(replica_batches):
+            for replica_idx, batch in enumerate(batches):
                 for ctx in batch:
                     self.claim(ctx.request_id, replica_idx)
                     claimed.append((ctx.request_id, replica_idx))
-            self.alloc_batch(replica_batches)
+            self.alloc_batch(batches)
             yield
         except BaseException:
             with ignoring(Exception):

@@ -185,10 +185,10 @@ class TextContext:
         self._tokens.flags.writeable = False
 
     def __setstate__(self, state: tuple[None, dict[str, object]]) -> None:
-        """Restore a copy, with views of the copy's memory."""
+        """Restore a copy, with memory of its own: `copy.copy` gives the memory of the original."""
         for name, value in state[1].items():
             setattr(self, name, value)
-        self._keep(self._memory)
+        self._keep(self._memory.copy())
 
     def __repr__(self) -> str:
         return (

@@ -8,6 +8,7 @@ in native threads.
 from __future__ import annotations
 
 import re
+import threading
 from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
@@ -91,6 +92,7 @@ class Guides:
         self._tokenizer = tokenizer
         self._vocabulary: Vocabulary | None = None
         self._compiled: dict[Grammar, LLMatcher] = {}
+        self._changes = threading.Lock()  # an AsyncEngine's grammar thread and its own come here
 
     @native_call("guide")
     def guide(
@@ -108,10 +110,12 @@ class Guides:
         """
         vocabulary = self._vocabulary or self._start(grammar.kind)
         tokenizer = vocabulary.tokenizer
-        compiled = self._compiled.pop(grammar, None) or _compile(tokenizer, grammar)
-        self._compiled[grammar] = compiled
-        if len(self._compiled) > MOST_COMPILED:
-            del self._compiled[next(iter(self._compiled))]
+        compiled = self._compiled.get(grammar) or _compile(tokenizer, grammar)
+        with self._changes:
+            self._compiled.pop(grammar, None)
+            self._compiled[grammar] = compiled  # the last of them
+            if len(self._compiled) > MOST_COMPILED:
+                del self._compiled[next(iter(self._compiled))]
         ends = {stop for stop in stops if stop < self.vocab_size}
         least = context.current_length + params.min_new_tokens
         is_usual = ends == set(tokenizer.eos_tokens) and not vocabulary.spells_ends
@@ -244,9 +248,14 @@ class Guide:
         self._edits.mask = mask
 
     def _due_token(self) -> int | None:
-        """The token that must come next, in a request that draws all; None if several may."""
+        """The token that must come next, in a request that draws all; None if several may.
+
+        None too if the token before them was drawn in a step that failed: it is drawn again.
+        """
         start, due = self._due
-        drawn = self._context.tokens[start:].tolist() if due else due
+        if not due or self._context.current_length < start:
+            return None
+        drawn = self._context.tokens[start:].tolist()
         return due[len(drawn)] if len(drawn) < len(due) and due[: len(drawn)] == drawn else None
 
     def advance(self, token: int) -> tuple[list[int], bool]:

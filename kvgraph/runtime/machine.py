@@ -9,6 +9,7 @@ from pathlib import Path
 
 from kvgraph.contract.devices import CUDA_ARCHS, PORTABLE, Target, code_of, processors
 from kvgraph.contract.plain import in_short
+from kvgraph.contract.values import require_integer
 from kvgraph.errors import ArtifactError, DeviceError, KVGraphError, RequestError, UnsupportedError
 from kvgraph.ops.cuda_native import launcher
 from kvgraph.signal_handlers import ignoring, reraise_if_signalled
@@ -42,7 +43,7 @@ def runnable(archs: Sequence[str], ordinal: int = 0) -> list[str]:
 def require_threads(asked: int | None) -> None:
     """Raise RequestError for more threads than processors that this process may run on."""
     most = len(processors())
-    if asked is not None and not 0 <= asked <= most:
+    if asked is not None and not 0 <= require_integer("num_threads", asked, RequestError) <= most:
         raise RequestError(f"num_threads: expected 0 to {most} from this machine, got {asked}")
 
 

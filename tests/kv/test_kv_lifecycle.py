@@ -122,7 +122,7 @@ def test_dummies_point_at_the_null_page() -> None:
 
 def test_reserve_releases_on_every_way_out() -> None:
     manager = make_manager(pages=P)
-    with manager.reserve([[TextContext("a", range(9))]]):
+    with manager.reserve([TextContext("a", range(9))]):  # flat: the batch of the only replica
         assert manager.get_num_used_pages() == 3
     with pytest.raises(KeyError), manager.reserve([[TextContext("a", range(9))]]):
         raise KeyError

@@ -132,7 +132,9 @@ def test_tokens_cannot_be_written_to() -> None:
         assert context.tokens[-1] == count - 1
 
 
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
+@pytest.mark.parametrize(
+    "copied", [copy.copy, copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))]
+)
 def test_a_copy_goes_on_alone(copied: Any) -> None:
     context = TextContext("a", range(70))
     context.update(70)  # with room behind it
@@ -140,7 +142,9 @@ def test_a_copy_goes_on_alone(copied: Any) -> None:
     other.update(71)
     assert other.tokens[-3:].tolist() == [69, 70, 71]
     assert other.active_tokens.tolist() == [71]
-    assert context.tokens[-1] == 70
+    context.update(72)
+    assert context.tokens[-2:].tolist() == [70, 72]
+    assert other.tokens[-1] == 71
     with pytest.raises(ValueError, match="read-only"):
         other.tokens[0] = 9
 

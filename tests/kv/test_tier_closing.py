@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import subprocess
 import sys
 import threading
@@ -18,6 +19,7 @@ from kvgraph.kv.requests import TextContext
 from kvgraph.kv.tiers import workers
 from kvgraph.kv.tiers.copies import HostCopier
 from kvgraph.kv.tiers.disk import tools
+from kvgraph.kv.tiers.host import HostStore, Slot
 from kvgraph.kv.tiers.tiered import TieredConnector
 from kvgraph.kv.tiers.workers import Job, TierWorkers
 from tests.support import command_line
@@ -230,6 +232,29 @@ def test_an_opener_that_gives_no_store_ends_the_others(second: Any, got: str) ->
     )
     assert first.is_closed
     assert second is None or second is MemoryStore or second.is_closed
+
+
+def test_a_thread_that_finds_no_memory_between_jobs_goes_on(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The second slot of an offload is refused: the first is given back, and both are asked for
+    again."""
+    reserve, calls = HostStore.reserve, itertools.count()
+
+    def failing(self: HostStore, key: bytes, size: int) -> Slot | None:
+        if next(calls) == 1:
+            raise MemoryError("injected")
+        return reserve(self, key, size)
+
+    monkeypatch.setattr(HostStore, "reserve", failing)
+    store = MemoryStore()
+    manager, connector = filled(store)
+    manager.close()
+    require_ended(connector, store)
+    assert "injected" in caplog.text
+    assert (len(store.pages), store.writes) == (5, 5)
+    assert not connector._host._reserved
+    assert connector.metrics().offload_dropped == 0
 
 
 @pytest.mark.parametrize("first", [0, 1])

@@ -161,6 +161,12 @@ def test_timeouts_that_no_clock_counts(seconds: float, two: Path) -> None:
         kvgraph.load(two).session(collective_timeout=seconds)
 
 
+@pytest.mark.parametrize("seconds", ["5", True])
+def test_timeouts_that_are_no_numbers(seconds: Any, two: Path) -> None:
+    with pytest.raises(RankError, match="collective_timeout: expected a number, got"):
+        kvgraph.load(two).session(collective_timeout=seconds)
+
+
 LEFT = """
 import os, sys
 import kvgraph

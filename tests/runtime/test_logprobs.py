@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -13,10 +15,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import kvgraph
-from kvgraph import Engine, RequestError
+from kvgraph import Engine, RequestError, SamplingParams, Token
 from kvgraph.contract.dims import NUM_LOGITS
 from kvgraph.errors import KernelError
 from kvgraph.ops import native
+from kvgraph.runtime import outcome
 from kvgraph.runtime.artifact import Artifact
 from kvgraph.runtime.logprobs import TokenLogprobs, score
 from tests.runtime.scripted import greedy
@@ -189,3 +192,29 @@ def test_a_graph_that_gives_few_logits(artifact: Artifact) -> None:
         engine.submit(PROMPT, greedy(2, prompt_logprobs=1))
     engine = Engine(artifact, session=Bounded(artifact), num_pages=40, max_batch_size=5)
     assert engine.scheduler.scored_tokens == 3
+
+
+def test_forced_tokens_come_once_after_steps_that_fail(
+    artifact: Artifact, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each step fails once, when its tokens are drawn and their grammars have taken them."""
+    shape = r"(yes|no), because [ab]{2}\. So be it!"
+    asked = SamplingParams(max_new_tokens=40, temperature=1, seed=7, logprobs=0, guided_regex=shape)
+    engine = recalling(artifact)
+    undisturbed = engine.generate([PROMPT], asked)[0]
+    assert re.fullmatch(shape, undisturbed.text)
+    whole, calls = outcome.tokens_with_logprobs, itertools.count()
+
+    def failing(*args: Any) -> Any:
+        if next(calls) % 2 == 0:
+            raise MemoryError("injected")
+        return whole(*args)
+
+    monkeypatch.setattr(outcome, "tokens_with_logprobs", failing)
+    engine.submit(PROMPT, asked)
+    told: list[Token] = []
+    while engine.busy:
+        with suppress(MemoryError):
+            told += engine.step()
+    assert [token.token_id for token in told] == undisturbed.token_ids
+    assert [token.logprobs for token in told] == undisturbed.logprobs

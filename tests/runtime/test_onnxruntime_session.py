@@ -218,6 +218,10 @@ def test_sessions_refuse_too_many_threads(compiled: Compiled) -> None:
     for asked in (most + 1, -1):
         with pytest.raises(kvgraph.RequestError, match=f"num_threads: expected 0 to {most} from"):
             artifact.session(num_threads=asked)
+    odd: Any
+    for odd in ("2", 2.0, True):
+        with pytest.raises(kvgraph.RequestError, match="num_threads: expected an integer, got"):
+            artifact.session(num_threads=odd)
     artifact.session(num_threads=most)
 
 

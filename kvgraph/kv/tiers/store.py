@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, fields
 from typing import Protocol
+from weakref import ref
 
 from kvgraph.kv.pool.identity import digest_of
 from kvgraph.signal_handlers import reraise_if_signalled
@@ -142,6 +143,19 @@ def held_by_each(stores: Iterable[PageStore], keys: Iterable[bytes]) -> Iterator
             held = {key for key, is_here in answers if is_here}
             missing = [key for key in missing if key not in held]
             yield held
+
+
+class Closable(Protocol):
+    """What has an end."""
+
+    def close(self) -> None: ...
+
+
+def close_alive(closable: ref[Closable]) -> None:
+    """Close it as the interpreter ends, unless it is gone; threads that run keep it alive."""
+    alive = closable()
+    if alive is not None:
+        alive.close()
 
 
 def close_all(stores: Iterable[PageStore]) -> None:

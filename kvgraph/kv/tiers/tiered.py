@@ -184,5 +184,13 @@ class TieredConnector(TierWorkers):
             found[store.name] = found.get(store.name, StoreStats()) + store.stats()
         return found
 
+    def work(self) -> bool:
+        """Do one job of a thread, if there are no threads; False if there is nothing to do."""
+        with self._changed:
+            job = self._take_copy() or self._take_store()
+        if job is not None:
+            job()
+        return job is not None
+
     def _has_ended(self) -> bool:
         return self._is_closing and not self._num_serving

@@ -114,8 +114,9 @@ class PageTransfer(NotCopyable):
                 self._nixl.write(leaves, answer["nixl"])
             _send(connection, {"done": True})
         else:
-            for record in _records(leaves):
-                connection.send_bytes(record)
+            with _ending(connection):
+                for record in _records(leaves):
+                    connection.send_bytes(record)
         return _count(_receive(connection))
 
     def _header(self, ctx: TextContext, leaves: Sequence[LeafPages], way: Way) -> JsonObject:
@@ -188,7 +189,13 @@ class PageTransfer(NotCopyable):
             with _opened_block(name, leaves) as block:
                 _copy_in(leaves, iter(block))
         else:
-            _copy_in(leaves, _received(connection, leaves))
+            records = _received(connection, leaves)
+            try:
+                _copy_in(leaves, records)
+            except KVGraphError:
+                for _ in records:  # the sender reads the refusal once all are sent
+                    pass
+                raise
 
 
 def _require_own(offered: Sequence[Sequence[bytes]], stored: Sequence[PageStored] | None) -> None:
@@ -219,13 +226,17 @@ ODD = (EOFError, OSError, LookupError, TypeError, ValueError, ArithmeticError, R
 
 @contextmanager
 def _unbroken(connection: Connection) -> Iterator[None]:
+    """Close the connection after an error within a message or between two of them; TransferError
+    for one in ODD. A KVGraphError is raised on."""
     try:
         yield
-    except ODD as error:
-        if isinstance(error, KVGraphError):
-            raise
+    except KVGraphError:
+        raise
+    except BaseException as error:
         connection.close()
         reraise_if_signalled(error)
+        if not isinstance(error, ODD):
+            raise
         is_page = isinstance(error, ProcessError)  # which holds the whole message
         raise TransferError(
             f"transfer: expected the other side to follow the protocol to its end, got "
@@ -235,10 +246,10 @@ def _unbroken(connection: Connection) -> Iterator[None]:
 
 @contextmanager
 def _ending(connection: Connection) -> Iterator[None]:
-    """Close the connection after a TransferError, so that the receiver does not wait for ever."""
+    """Close the connection after an error, so that the receiver does not wait for ever."""
     try:
         yield
-    except TransferError:
+    except KVGraphError:
         connection.close()
         raise
 

@@ -17,7 +17,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import groupby
+from itertools import groupby, islice
 
 import numpy as np
 
@@ -26,7 +26,7 @@ from kvgraph.contract.threads import start_all
 from kvgraph.kv.metrics import KVCacheMetrics
 from kvgraph.kv.tiers.connector import Lookup, Move, Transfer
 from kvgraph.kv.tiers.host import Bytes, HostStore, Slot
-from kvgraph.kv.tiers.store import PageStore, close_all, held_by_each
+from kvgraph.kv.tiers.store import PageStore, close_alive, close_all, held_by_each
 from kvgraph.kv.tiers.uses import Uses
 
 COPIES_AT_ONCE = 16
@@ -102,7 +102,7 @@ class TierWorkers(NotCopyable):
             for take in takes * threads
         ]
         self._num_serving = len(self._threads)
-        weakref.finalize(self, _close, weakref.ref(self))  # as the interpreter ends
+        weakref.finalize(self, close_alive, weakref.ref(self))  # as the interpreter ends
         try:
             start_all(self._threads)
         except BaseException:
@@ -149,26 +149,22 @@ class TierWorkers(NotCopyable):
         if not self._threads:
             close_all(self._below)
 
-    def work(self) -> bool:
-        """Do one job of a thread, if there are no threads; False if there is nothing to do."""
-        with self._changed:
-            job = self._take_copy() or self._take_store()
-        if job is not None:
-            job()
-        return job is not None
-
     def _serve(self, take: Callable[[], Job | None]) -> None:
-        while (job := self._next(take)) is not None:
-            try:
-                job()
-            except Exception:  # a faulty store or copier must not stop the engine
-                log.exception("a tier failed")
-        with self._changed:
-            self._num_serving -= 1
-            is_last = not self._num_serving
-            self._changed.notify_all()
-        if is_last:
-            close_all(self._below)
+        try:
+            while True:
+                try:
+                    if (job := self._next(take)) is None:
+                        break
+                    job()
+                except Exception:  # a faulty store or copier must not stop the engine
+                    log.exception("a tier failed")
+        finally:
+            with self._changed:
+                self._num_serving -= 1
+                is_last = not self._num_serving
+                self._changed.notify_all()
+            if is_last:
+                close_all(self._below)
 
     def _next(self, take: Callable[[], Job | None]) -> Job | None:
         """Wait for the next job; None once the tiers close and all work is done."""
@@ -208,31 +204,37 @@ class TierWorkers(NotCopyable):
 
     def _take_copy(self) -> Job | None:
         if self._host_loads:
-            transfer, slots = self._host_loads.popleft()
+            transfer, slots = self._host_loads[0]
+            job = partial(self._copy_in, transfer, slots)
             self._loading.add(transfer)
-            return partial(self._copy_in, transfer, slots)
-        copies = self._reserve()
-        if not copies:
-            return None
-        self._num_copying += len(copies)
-        return partial(self._copy_out, copies, self._generation)
-
-    def _reserve(self) -> list[tuple[Move, Slot | None]]:
-        """Slots for the next offloads; None for a page that the host has by now."""
+            self._host_loads.popleft()
+            return job
         copies: list[tuple[Move, Slot | None]] = []
-        while self._offloads and len(copies) < COPIES_AT_ONCE:
-            move = self._offloads[0]
-            size = move.pools.record_size
-            slot = self._host.reserve(move.key, size)
-            if slot is None and not self._host.knows(move.key, size):
-                break
-            copies.append((self._offloads.popleft(), slot))
+        job = partial(self._copy_out, copies, self._generation)
+        self._reserve(copies)
+        self._num_copying += len(copies)
+        return job if copies else None
+
+    def _reserve(self, copies: list[tuple[Move, Slot | None]]) -> None:
+        """Add the next offloads, with a slot for each; None for a page that the host has by now."""
+        try:
+            for move in islice(self._offloads, COPIES_AT_ONCE):
+                size = move.pools.record_size
+                slot = self._host.reserve(move.key, size)
+                if slot is None and not self._host.knows(move.key, size):
+                    break
+                copies.append((move, slot))
+        except BaseException:  # they stay queued
+            for slot in [slot for _, slot in copies if slot is not None]:
+                self._host.abandon(slot)
+            raise
+        for _ in copies:
+            self._offloads.popleft()
         was_starved, self._is_starved = self._is_starved, bool(self._offloads) and not copies
         if self._is_starved:
             self._drop_offloads(keep=max(1, self._max_offloads // 4))
             if not was_starved:
                 self._changed.notify_all()  # `yield_pages` may wait for it
-        return copies
 
     def _copy_in(self, transfer: Transfer, slots: list[Slot]) -> None:
         try:
@@ -290,16 +292,19 @@ class TierWorkers(NotCopyable):
         if self._to_clear:
             return self._clear
         if self._lookups:
-            lookups, self._lookups = self._lookups, []
-            return partial(self._look_up, lookups)
+            job, self._lookups = partial(self._look_up, self._lookups), []
+            return job
         if self._loads:
-            transfer = self._loads.popleft()
-            self._loading.add(transfer)
-            return partial(self._load, transfer, self._generation)
+            job = partial(self._load, self._loads[0], self._generation)
+            self._loading.add(self._loads[0])
+            self._loads.popleft()
+            return job
         written = self._unflushed.values()
         if self._writes and len(written) < WRITES_IN_A_ROW and sum(written) < BYTES_IN_A_ROW:
-            self._writing.append(self._writes.popleft())
-            return partial(self._write, self._writing[-1])
+            job = partial(self._write, self._writes[0])
+            self._writing.append(self._writes[0])
+            self._writes.popleft()
+            return job
         if self._touched or self._unflushed:
             return partial(self._touch_and_flush, self._touched.take())
         return None
@@ -391,10 +396,3 @@ class TierWorkers(NotCopyable):
         finally:
             with self._changed:
                 self._unflushed.clear()
-
-
-def _close(connector: weakref.ref[TierWorkers]) -> None:
-    """Close at interpreter exit, while threads run: they keep their connector alive until then."""
-    alive = connector()
-    if alive is not None:
-        alive.close()

@@ -11,6 +11,7 @@ from kvgraph.contract.devices import Target
 from kvgraph.contract.host_memory import host_zeros
 from kvgraph.contract.plain import to_json, to_plain
 from kvgraph.contract.threads import start_all
+from kvgraph.contract.values import require_number
 from kvgraph.errors import RankError, RequestError, UnsupportedError
 from kvgraph.ops.group import Group, shared_bytes
 from kvgraph.ops.specs import ABI_VERSION
@@ -104,12 +105,15 @@ def follow(
 
 def _seconds(timeout: float | None) -> float:
     """`timeout`, or COLLECTIVE_TIMEOUT if None; RankError if it is out of range."""
-    if timeout is not None and not 0 < timeout <= MOST_TIMEOUT:
+    if timeout is None:
+        return COLLECTIVE_TIMEOUT
+    seconds = require_number("collective_timeout", timeout, RankError)
+    if not 0 < seconds <= MOST_TIMEOUT:
         raise RankError(
             f"collective_timeout: expected more than 0 s, and {MOST_TIMEOUT:g} s at most, got "
-            f"{timeout:g}"
+            f"{seconds:g}"
         )
-    return COLLECTIVE_TIMEOUT if timeout is None else timeout
+    return seconds
 
 
 def _in_threads(
