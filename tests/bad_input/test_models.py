@@ -187,15 +187,16 @@ def test_gguf_files(tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.parametrize("method", ["bitsandbytes", "quanto", None])
+@pytest.mark.parametrize("method", ["bitsandbytes", "quanto", "gguf", None])
 @pytest.mark.parametrize("where", ["quantization_config", "text_config"])
 def test_quantised_checkpoints(model: Path, tmp_path: Path, method: str | None, where: str) -> None:
-    quantised: dict[str, Any] = {"quantization_config": {"quant_method": method, "bits": 4}}
+    quantised: dict[str, Any] = {"quantization_config": {"quant_method": method, "file": "/a.gguf"}}
     configure(model, **(quantised if where == "quantization_config" else {where: quantised}))
     got = f"a checkpoint quantised by {method!r}" if method else "no quant_method"
+    file = "give its .gguf file if there is one, or " if method == "gguf" else ""
     assert either(tmp_path, model) == (
         f"{model}/config.json: quantization_config: expected one of {list(QUANTIZED)}, got {got}; "
-        "compile the checkpoint that it was made from, with --weights int4 or int8"
+        f"{file}compile the checkpoint that it was made from, with --weights int4 or int8"
     )
 
 

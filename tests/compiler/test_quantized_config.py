@@ -57,6 +57,11 @@ GPTQ, AWQ, COMPRESSED = (quantized.FORMS[name][0] for name in ("gptq", "awq", "w
             )
             for name in ("checkpoint_format", "format")
         ),
+        (
+            "fp8",
+            quantized.FORMS["fp8"][0] | {"weight_scale_semantics": "power"},
+            "fp8: weight_scale_semantics: expected none or 'inverse', got 'power'; compile",
+        ),
         ("gptq", GPTQ | {"bits": 4.0}, "gptq: bits: expected 2, 4 or 8, got 4.0; "),
         (
             "nvfp4",

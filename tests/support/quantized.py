@@ -195,6 +195,14 @@ def fp8_of_modelopt(weight: torch.Tensor) -> Packed:
     return stored | {"weight_scale": scales[:, None, :, None]}, meant
 
 
+def fp8_inverse(weight: torch.Tensor) -> Packed:
+    """Inverse scales of rows, as GPTQModel has them."""
+    inverse = 448 / weight.abs().amax(1).clamp(min=1e-6)
+    numbers = (weight * inverse[:, None]).to(torch.float8_e4m3fn)
+    stored = {"weight": numbers, "weight_scale_inv": inverse}
+    return stored, numbers.float() * (1 / inverse)[:, None]
+
+
 def mxfp4(weight: torch.Tensor) -> Packed:
     """`[E, K, N]`, as gpt-oss has its experts."""
     grouped = weight.transpose(1, 2).unflatten(2, (-1, 32))
@@ -283,6 +291,11 @@ FORMS: Mapping[str, tuple[dict[str, Any], Callable[..., Packed]]] = {
     ),
     "fp8-modelopt": ({"quant_method": "modelopt", "quant_algo": "FP8_PB_WO"}, fp8_of_modelopt),
     "fp8": ({"quant_method": "fp8", "weight_block_size": [64, 32]}, fp8),
+    "fp8-usual-blocks": ({"quant_method": "fp8"}, partial(fp8, block=(128, 128))),
+    "fp8-inverse": (
+        {"quant_method": "fp8", "weight_block_size": None, "weight_scale_semantics": "inverse"},
+        fp8_inverse,
+    ),
     "mxfp4": ({"quant_method": "mxfp4"}, mxfp4),
 }
 """Name -> quantization_config and what packs a weight."""

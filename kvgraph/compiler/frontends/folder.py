@@ -35,7 +35,6 @@ QUANTIZED = (
     "compressed-tensors",
     "fbgemm_fp8",
     "fp8",
-    "gguf",
     "gptq",
     *MODELOPT,
     "mxfp4",
@@ -51,6 +50,11 @@ PLAIN_BITS = 16
 BLOCK = re.compile(r"(\d{1,9})x(\d{1,9})")
 """A block's height and width as text, such as "64x48"."""
 
+DEFAULT_BLOCK = [128, 128]
+"""`weight_block_size` of method fp8 where a configuration lacks it: transformers' default."""
+SEMANTICS = "weight_scale_semantics"
+"""A field in which GPTQModel says what scales of method fp8 mean."""
+
 DTYPE_FIELDS = ("dtype", "torch_dtype")
 """Fields in which a configuration names the dtype of its weights, in order of precedence."""
 FULL, SLIDING = "full_attention", "sliding_attention"
@@ -64,7 +68,10 @@ TAGGED = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 FLOATS = tuple(dtype.name for dtype in ALL if dtype.kind == "float")
 
-GGUF_MAGIC = b"GGUF"
+GGUF_MAGIC, GGUF = b"GGUF", "gguf"
+MADE_OF_GGUF: set[Path] = set()
+"""Temporary folders whose configuration names a GGUF file as the place of their weights. No other
+folder may: its configuration is its publisher's."""
 
 Config = Mapping[str, Any]
 """The content of config.json. Types of its values depend on the architecture."""
@@ -215,7 +222,7 @@ def _require_known_weights(path: Path, config: Config) -> None:
         raise UnsupportedError(
             f"{path}: quantization: expected none, got a checkpoint of MLX (mlx-lm); {INSTEAD}"
         )
-    if given is None:
+    if given is None or (method == GGUF and path.parent in MADE_OF_GGUF):
         return
     if method == "auto-round":
         rotated = " with one" if given.get("rotation_config") else ""
@@ -228,8 +235,10 @@ def _require_known_weights(path: Path, config: Config) -> None:
         )
     if method not in QUANTIZED:
         said = "no quant_method" if method is None else f"a checkpoint quantised by {method!r}"
+        file = "give its .gguf file if there is one, or " if method == GGUF else ""
         raise UnsupportedError(
-            f"{path}: quantization_config: expected one of {list(QUANTIZED)}, got {said}; {INSTEAD}"
+            f"{path}: quantization_config: expected one of {list(QUANTIZED)}, got {said}; "
+            f"{file}{INSTEAD}"
         )
     for name, (fits, expected) in FIELDS.items():
         _require(path, name, given.get(name), fits, expected)

@@ -18,7 +18,7 @@ from kvgraph.compiler.checkpoint_files import indexed, read_index, shard_paths
 from kvgraph.compiler.described import Experts, Linear, ModelSizes
 from kvgraph.compiler.frontends import huggingface
 from kvgraph.compiler.frontends.decoder import Decoder
-from kvgraph.compiler.frontends.folder import Config, quantization
+from kvgraph.compiler.frontends.folder import GGUF, Config, quantization
 from kvgraph.compiler.frontends.left_plain import EXPERT, left_plain
 from kvgraph.compiler.frontends.ranks import SHARE_TABLES, cut
 from kvgraph.compiler.frontends.routing import active_experts
@@ -110,7 +110,7 @@ def located(model: huggingface.Description, folder: Path, config: Config) -> Loc
     """
     given, paths = quantization(config), shard_paths(folder)
     at_hand = bool(paths) and all(path.is_file() for path in paths)
-    if not at_hand and (given is None or given["quant_method"] != "gguf"):
+    if not at_hand and (given is None or given["quant_method"] != GGUF):
         if given is None and (index := read_index(folder)):
             require_plain_names(folder, index.shards)
         return Located(None)

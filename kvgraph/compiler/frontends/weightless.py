@@ -20,7 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from kvgraph.compiler.checkpoint import Checkpoint
 from kvgraph.compiler.checkpoint_files import StoredTensor, stored_tensors
 from kvgraph.compiler.frontends.conversion import language_part, of_parameters
-from kvgraph.compiler.frontends.folder import Config, quantization
+from kvgraph.compiler.frontends.folder import GGUF, Config, quantization
 from kvgraph.compiler.frontends.found_instead import INSTEAD
 from kvgraph.compiler.frontends.left_over import incomplete, left_over, notes_of
 from kvgraph.compiler.frontends.stored import HEAD, TABLE
@@ -198,7 +198,7 @@ def _tensors(
     `larger`: the type of the checkpoint's whole model, if `model` is its language part; else empty.
     """
     given = quantization(config)
-    if given is not None and given["quant_method"] == "gguf":
+    if given is not None and given["quant_method"] == GGUF:
         return _Tensors(*gguf.weights(model, config))
     stored = stored_tensors(folder)
     read, form = weights_of(folder, config, stored)

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from kvgraph.compiler.frontends.folder import Config
+from kvgraph.compiler.frontends.folder import SEMANTICS, Config
 
 FP8_METHODS = ("fp8", "fbgemm_fp8")
-"""Quantisation methods for which activations are always rounded."""
+"""Quantisation methods for which activations are always rounded, but for GPTQModel's fp8."""
 ALGORITHMS = ("FP8", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_REAL", "MXFP8")
 """modelopt's `quant_algo`, in capitals, with rounded activations. FP8_PB_WO is for weights only."""
 PRESETS = ("W8A8", "INT8", "FP8", "FP8_DYNAMIC", "FP8_BLOCK")
@@ -24,7 +24,8 @@ def bits(config: Config) -> int:
 
     With groups, all layers with 8-bit weights must have activations of the weights' kind.
     """
-    if config.get("quant_method") in FP8_METHODS or _algorithm(config) in ALGORITHMS:
+    is_fp8 = config.get("quant_method") in FP8_METHODS and config.get(SEMANTICS) is None
+    if is_fp8 or _algorithm(config) in ALGORITHMS:
         return BITS
     groups = config.get("config_groups")
     if not isinstance(groups, Mapping):

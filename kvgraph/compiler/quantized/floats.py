@@ -18,16 +18,19 @@ Block = tuple[int, int]
 class Scaled(Values):
     """FP8 numbers `[N, K]` or `[E, N, K]`, each times the scale of its block.
 
-    `scales`: one for each block of the last two dims, or one in all. Blocks at the edges may be
-    smaller.
+    `scales`: one for each block of the last two dims, or one in all; `is_inverse`: their inverses.
+    Blocks at the edges may be smaller.
     """
 
     dtype = torch.float32
     stored_bits = 8
 
-    def __init__(self, numbers: Plain, scales: Plain, block: Block) -> None:
+    def __init__(
+        self, numbers: Plain, scales: Plain, block: Block, *, is_inverse: bool = False
+    ) -> None:
         self.where, self.shape = numbers.where, numbers.shape
         self._numbers, self._scales, self._block = numbers, scales, block
+        self._is_inverse = is_inverse
 
     def open(self) -> Rows:
         numbers, of_rows = self._numbers.open(), self._open_scales()
@@ -41,6 +44,8 @@ class Scaled(Values):
     def _open_scales(self) -> Rows:
         """A function that reads the scales of rows: `[n, blocks]`, or `[n, N, blocks]`."""
         scales, height = read_finite(self._scales), self._block[0]
+        if self._is_inverse:
+            scales = require_finite(self._scales, 1 / scales)
         if scales.numel() == 1:
             return lambda start, stop: scales.reshape(1, 1).expand(
                 (stop - start, *self.shape[1:-1], 1)
@@ -81,11 +86,13 @@ def scaled(
     scales: Plain,
     block: Block | None,
     sizes: Collection[int] = (),
+    *,
+    is_inverse: bool = False,
 ) -> Values:
     """The values of FP8 `numbers` with `scales`: one in all, or one for each row, group or block.
 
     `block`: height and width of a block, if the configuration names one.
-    `sizes`: allowed group sizes; empty: any size.
+    `sizes`: allowed group sizes; empty: any size. `is_inverse`: numbers are divided by `scales`.
     ModelError: the shape of `scales` fits none of these.
     """
     parts.require_matrices(numbers)
@@ -103,7 +110,7 @@ def scaled(
     parts.require_shape(scales, *shapes)
     form = shapes[scales.shape]
     parts.kinds.add(_kind(form, height, width))
-    return Scaled(numbers, scales, form)
+    return Scaled(numbers, scales, form, is_inverse=is_inverse)
 
 
 def _kind(block: Block, height: int, width: int) -> str:

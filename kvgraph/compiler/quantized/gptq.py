@@ -46,8 +46,9 @@ def weights(parts: Parts, config: Config) -> dict[str, Values]:
             wanted = f"{weight._stored_bits}, as the shape of its qzeros says"
             raise parts.refuse(f"dynamic: bits of {stem}", wanted, repr(own["bits"]))
         is_ordered = weight._groups > 1 and _is_ordered({**config, **own})
-        if is_ordered and f"{stem}.g_idx" not in parts.stored:
-            raise parts.refuse(f"{stem}.g_idx", "one, as desc_act says", "none")
+        if is_ordered and weight._index is None:
+            got = "one that is not filled in" if f"{stem}.g_idx" in parts.stored else "none"
+            raise parts.refuse(f"{stem}.g_idx", "one, as desc_act says", got)
         if all(map(weight.has_uneven_groups, sizes)):
             raise parts.refuse(f"{stem}.g_idx", f"one, for groups of {size}", "none")
     return found
