@@ -279,3 +279,21 @@ def test_blocks_of_two_sizes_for_one_layer(plain: Callable[[str], Path], tmp_pat
     with_blocks(plain("llama"), tmp_path / "packed", (64, 56), "Linear")
     assert "block_structure of model.layers.0" in (said := quantized.refused(tmp_path / "packed"))
     assert "expected one size, got 64 x 48 and 64 x 56; compile the checkpoint" in said
+
+
+@pytest.mark.parametrize("form", ["nvfp4", "w4a16", "gptq", "fp8-dynamic"])
+def test_draft_layers_may_be_in_another_form(
+    form: str, plain: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """They are not read, so they keep the form of their publisher."""
+    folder = quantized.make(form, plain("llama"), tmp_path / "packed")
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    draft = torch.ones(64, 64).to(torch.float8_e4m3fn)
+    tensors |= {"mtp.proj.weight": draft, "mtp.proj.weight_scale_inv": torch.ones(1, 1)}
+    save_file(tensors, path, metadata={"format": "pt"})
+    found = huggingface.load(folder, "float32")
+    assert not [note for note in found.notes if "mtp" in note]
+    tensors["model.proj.weight"] = tensors.pop("mtp.proj.weight")
+    save_file(tensors, path, metadata={"format": "pt"})
+    assert "model.proj.weight: expected numbers that" in quantized.refused(folder)

@@ -13,6 +13,7 @@ from pathlib import Path
 from kvgraph.compiler.checkpoint_files import StoredTensor, shards_of
 from kvgraph.compiler.frontends.folder import Config, quantization
 from kvgraph.compiler.frontends.found_instead import INSTEAD
+from kvgraph.compiler.frontends.left_over import DRAFTS
 from kvgraph.compiler.quantized import (
     activations,
     awq,
@@ -75,7 +76,8 @@ def weights_of(
     for each in found.values():
         each.x_bits = x_bits
     _require_whole(parts, found)
-    _require_scales(folder, {k: each for k, each in stored.items() if k not in parts.taken})
+    left = {k: each for k, each in stored.items() if k not in parts.taken and not DRAFTS.match(k)}
+    _require_scales(folder, left)
     others = {name: Plain(each) for name, each in readable.items() if name not in parts.taken}
     unused = f"in no quantised form, though quantization_config says {method}"
     return {**others, **found}, parts.text if found else unused
