@@ -36,13 +36,15 @@ def text_of(option: str, given: str) -> str:
         raise RequestError(f"{option}: expected text in UTF-8, got {error}") from error
 
 
-MODEL_DIR = typer.Argument(metavar="MODEL_DIR", parser=named, help="Hugging Face checkpoint.")
+MODEL_DIR = typer.Argument(
+    metavar="MODEL_DIR", parser=named, help="Folder of a Hugging Face checkpoint, or a GGUF file."
+)
 ArtifactFolder = Annotated[
     Path, typer.Argument(metavar="DIR", parser=named, help="Artifact folder.")
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON for a program to read.")]
 Verify = Annotated[
-    bool, typer.Option("--verify", help="Hash every file, those that have not changed too.")
+    bool, typer.Option("--verify", help="Hash every file again, also unchanged ones.")
 ]
 
 DtypeOption = Annotated[
@@ -51,9 +53,9 @@ DtypeOption = Annotated[
 WeightsOption = Annotated[
     Weights | None,
     typer.Option(
-        help="Type of linear layers and experts; int8, int4 or stored on cuda [default: stored for "
-        "a checkpoint in fewer bits, but with backend torch on cpu, else on cpu bf16 for bfloat16, "
-        "fp32 for others]."
+        help="Type of linear layers and experts; int8, int4 or stored on cuda [default with onnx "
+        "on cpu: stored for a checkpoint in fewer bits, bf16 for one in bfloat16, else fp32; with "
+        "torch on cuda: stored for one in fewer bits; else the activations' type]."
     ),
 ]
 CacheDtypeOption = Annotated[
@@ -66,7 +68,7 @@ NumPages = Annotated[
     int | None,
     typer.Option(
         help="Pages of the pool [default: 1 GiB, or a quarter of the memory if that is less; on a "
-        "GPU, 0.9 of the rest]."
+        "GPU, 0.9 of what is free after weights and the largest step]."
     ),
 ]
 Threads = Annotated[

@@ -155,7 +155,8 @@ def serve(
     cache_memory: Annotated[
         str | None,
         typer.Option(
-            help="Memory of the pool, such as 4GiB [default: 1GiB; on a GPU, 0.9 of the rest]."
+            help="Memory of the pool, such as 4GiB [default: 1 GiB, or a quarter of the memory if "
+            "that is less; on a GPU, 0.9 of what is free after weights and the largest step]."
         ),
     ] = None,
     host_memory: HostMemory = None,
