@@ -5,7 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import onnx
 import pytest
 import torch
@@ -47,7 +49,7 @@ def test_experts_of_gpt_oss_as_they_are_stored(tmp_path: Path) -> None:
     assert planned.weights == pytest.approx(made, rel=0.03)
 
 
-@pytest.mark.parametrize("architecture", ["olmoe", "minimax-m2"])
+@pytest.mark.parametrize("architecture", ["olmoe", "minimax-m2", "gemma4 experts"])
 @pytest.mark.parametrize(
     ("kind", "form"),
     [("Q8_0", Form(8, 32, INT8)), ("Q4_0", Form(4, 32)), ("MXFP4", Form(4, 32, E2M1))],
@@ -67,6 +69,32 @@ def test_experts_of_other_models(kind: str, form: Form, architecture: str, tmp_p
     planned = plan(path, target="cpu", memory=1 << 30, max_seq_len=None)
     made = sum(array.nbytes for array in arrays_of(tmp_path / "a.kvg").values())
     assert planned.weights == pytest.approx(made, rel=0.02)
+
+
+@pytest.mark.parametrize("kind", ["F32", "Q8_0"])
+def test_gate_and_up_in_one_tensor(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For a model whose files had them apart."""
+    tensors = gguf_files.tensors
+
+    def joined(*args: Any) -> dict[str, Any]:
+        found = tensors(*args)
+        for name in [name for name in found if "ffn_gate_exps" in name]:
+            (gate, blocks), (up, _) = found.pop(name), found.pop(name.replace("gate", "up"))
+            found[name.replace("gate", "gate_up")] = np.concatenate([gate, up], 1), blocks
+        return found
+
+    apart, whole = tmp_path / "apart", tmp_path / "whole"
+    apart.mkdir(), whole.mkdir()
+    _, path = test_gguf_layers.make("olmoe", apart, experts=kind)
+    monkeypatch.setattr(gguf_files, "tensors", joined)
+    _, other = test_gguf_layers.make("olmoe", whole, experts=kind)
+    with as_folder(path) as folder, as_folder(other) as other_folder:
+        wanted, found = checkpoint(folder), checkpoint(other_folder)
+    for name, values in wanted.items():
+        assert found[name].form == values.form
+        assert torch.equal(found[name].read(), values.read()), name
 
 
 @pytest.mark.parametrize("part", ["gate", "up"])

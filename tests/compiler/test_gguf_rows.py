@@ -50,7 +50,7 @@ def test_a_table_is_never_whole_in_memory(kind: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["Q8_0", "F16", "F32"])
-@pytest.mark.parametrize("architecture", ["olmoe", "gpt-oss", "minimax-m2"])
+@pytest.mark.parametrize("architecture", ["olmoe", "gpt-oss", "minimax-m2", "gemma4 experts"])
 def test_experts_are_decoded_one_by_one(architecture: str, kind: str, tmp_path: Path) -> None:
     of = make if architecture == "gpt-oss" else test_gguf_layers.make
     _, path = of(architecture, tmp_path, kind="Q8_0", experts=kind)

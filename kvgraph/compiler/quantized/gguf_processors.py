@@ -21,7 +21,9 @@ EXPERTS = re.compile(
     LAYER + r"(?:\.mlp|\.block_sparse_moe|\.feed_forward)?\.experts\.(gate_up|down)_proj(_bias)?"
 )
 PARTS = {"gate_up": ("gate", "up"), "down": ("down",)}
-EXPERTS_TENSOR = re.compile(r"blk\.\d+\.ffn_(gate|up|down)_(exps|shexp)\.(weight|bias)")
+WHOLE = ("gate_up",)
+"""Gate above up in one tensor, as files of Gemma 4 and newer ones of others have them."""
+EXPERTS_TENSOR = re.compile(r"blk\.\d+\.ffn_(gate_up|gate|up|down)_(exps|shexp)\.(weight|bias)")
 
 SHARED = re.compile(LAYER + r"\.shared_mlp\.input_linear\.weight")
 """Gate above up of a shared expert, as Granite has it. Other models have them apart."""
@@ -104,7 +106,9 @@ class Mixture:
         names = []
         if found := EXPERTS.fullmatch(hf_name):
             end = "bias" if found[3] else "weight"
-            names = [f"blk.{found[1]}.ffn_{part}_exps.{end}" for part in PARTS[found[2]]]
+            whole = WHOLE if found[2] == "gate_up" and not self.do_alternate else ()
+            parts = *PARTS[found[2]], *whole
+            names = [f"blk.{found[1]}.ffn_{part}_exps.{end}" for part in parts]
         if found := SHARED.fullmatch(hf_name):
             names = [f"blk.{found[1]}.ffn_{part}_shexp.weight" for part in PARTS["gate_up"]]
         for tensor, router in ROUTERS.items():
@@ -125,7 +129,7 @@ class Mixture:
         outputs = 0 if is_shared else -1 if self.are_transposed else 1
         if self.are_transposed and weights.ndim > 2:
             weights = weights.swapaxes(-1, -2)
-        if found[1] != "down":
+        if found[1] in PARTS["gate_up"]:
             shape, size = [*weights.shape], weights.shape[outputs]
             shape[outputs] = 2 * size
             whole = given["parsed_parameters"]["tensors"].setdefault(to, torch.zeros(shape))
@@ -174,10 +178,11 @@ class GptOss(Transposed):
 
 
 def are_of_experts(tensors: Sequence[ReaderTensor]) -> bool:
-    """Whether tensors are all that make one weight of experts: gate and up, or down."""
+    """Whether tensors are all that make one weight of experts: gate and up, apart or in one, or
+    down."""
     found = [EXPERTS_TENSOR.fullmatch(tensor.name) for tensor in tensors]
     parts = tuple(sorted(each[1] for each in found if each and each[3] == "weight"))
-    return len(parts) == len(tensors) and parts in PARTS.values()
+    return len(parts) == len(tensors) and parts in (*PARTS.values(), WHOLE)
 
 
 def processor_of(kind: str, config: Config) -> Mixture:
