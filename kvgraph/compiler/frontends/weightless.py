@@ -26,7 +26,7 @@ from kvgraph.compiler.frontends.left_over import incomplete, left_over, notes_of
 from kvgraph.compiler.frontends.stored import HEAD, TABLE
 from kvgraph.compiler.quantized import gguf, weights_of
 from kvgraph.compiler.quiet import first_line
-from kvgraph.compiler.values import Cast, Values
+from kvgraph.compiler.values import Cast, Plain, Turned, Values
 from kvgraph.contract.dtypes import ACTIVATIONS
 from kvgraph.errors import KVGraphError, UnsupportedError
 from kvgraph.signal_handlers import reraise_if_signalled
@@ -37,6 +37,10 @@ if TYPE_CHECKING:
 
 WEIGHTS = [getattr(torch, name) for name in (*ACTIVATIONS, "float64")]
 """dtypes in which a checkpoint may store a plain weight."""
+
+
+IN_ROWS = ("awq", "gptq")
+"""Quantisation methods that store each layer as `[outputs, inputs]`, whatever layer it is."""
 
 
 BY_VALUE = "_no_grad_trunc_normal_"
@@ -214,7 +218,23 @@ def _tensors(
     except Exception as error:
         reraise_if_signalled(error)
         return Located(None, f"transformers converts them: {first_line(error)}", form)
+    if given is not None and given["quant_method"] in IN_ROWS:
+        values = _turned(model, values)
     return _Tensors(values, form, stored, read, named, others)
+
+
+def _turned(model: PreTrainedModel, values: Mapping[str, Values]) -> dict[str, Values]:
+    """`values` with those of Conv1D layers (GPT-2) as these have them: `[inputs, outputs]`."""
+    from transformers.pytorch_utils import Conv1D
+
+    layers = dict(model.named_modules())
+
+    def is_turned(name: str) -> bool:
+        stem, _, end = name.rpartition(".")
+        is_matrix = end == "weight" and isinstance(layers.get(stem), Conv1D)
+        return is_matrix and not isinstance(values[name], Plain)
+
+    return {name: Turned(each) if is_turned(name) else each for name, each in values.items()}
 
 
 def _why_not(

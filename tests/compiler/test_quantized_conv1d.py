@@ -1,0 +1,42 @@
+"""Quantised checkpoints of models whose layers have weights `[inputs, outputs]` (GPT-2)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import kvgraph
+from kvgraph.compiler.frontends import huggingface
+from tests.support import quantized
+
+LAYERS = ("c_attn.weight", "c_proj.weight", "c_fc.weight")
+SQUARE = ("attn.c_proj.weight",)
+
+
+@pytest.mark.parametrize("form", ["gptq", "gptq-act-order", "awq"])
+@pytest.mark.parametrize("packed", [LAYERS, SQUARE])
+def test_weights_are_transposed(
+    packed: tuple[str, ...], form: str, plain: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """A method packs inputs, so its rows are outputs; of a square one no shape shows it."""
+    config, pack = quantized.FORMS[form]
+    stored, wanted = {}, {}
+    for name, weight in load_file(plain("gpt2") / "model.safetensors").items():
+        stored[name] = weight
+        if name.endswith(packed):
+            del stored[name]
+            parts, meant = pack(weight.float().T.contiguous())
+            stored |= {name.removesuffix("weight") + end: part for end, part in parts.items()}
+            wanted[name] = meant.T
+    quantized.save(plain("gpt2"), tmp_path / "packed", stored, config)
+    state = huggingface.load(tmp_path / "packed", "float32").module.state_dict()
+    for name, weight in wanted.items():
+        found = [each for key, each in state.items() if key.endswith(name)]
+        assert len(found) == 1
+        assert torch.equal(found[0], weight), name
+    if packed is LAYERS:
+        kvgraph.compile(tmp_path / "packed", tmp_path / "out", page_size=16)
