@@ -65,8 +65,8 @@ def generate(
         typer.Option(
             metavar="<path>",
             parser=named,
-            help="File of kvgraph prefill; PROMPT's tokens follow its own. Let it end where a word "
-            "ends, and PROMPT begin with the space.",
+            help="File of kvgraph prefill; PROMPT's tokens follow its own. End the prefix at the "
+            "end of a word, and begin PROMPT with a space.",
         ),
     ] = None,
     host_memory: HostMemory = None,

@@ -53,9 +53,9 @@ DtypeOption = Annotated[
 WeightsOption = Annotated[
     Weights | None,
     typer.Option(
-        help="Type of linear layers and experts; int8, int4 or stored on cuda [default with onnx "
-        "on cpu: stored for a checkpoint in fewer bits, bf16 for one in bfloat16, else fp32; with "
-        "torch on cuda: stored for one in fewer bits; else the activations' type]."
+        help="Type of linear layers and experts; int8, int4 or stored on cuda [default: with onnx "
+        "on cpu and torch on cuda, stored for a quantised checkpoint; with onnx on cpu, else bf16 "
+        "for a bfloat16 checkpoint and fp32 for others; in all other cases the activations' dtype]."
     ),
 ]
 CacheDtypeOption = Annotated[
@@ -68,12 +68,16 @@ NumPages = Annotated[
     int | None,
     typer.Option(
         help="Pages of the pool [default: 1 GiB, or a quarter of the memory if that is less; on a "
-        "GPU, 0.9 of what is free after weights and the largest step]."
+        "GPU, 0.9 of the rest]."
     ),
 ]
 Threads = Annotated[
     int | None,
-    typer.Option(min=1, help="CPU threads [default: one for each core; of backend torch, all]."),
+    typer.Option(
+        min=1,
+        help="CPU threads [default: one for each physical core; with backend torch, one for each "
+        "processor].",
+    ),
 ]
 
 CollectiveTimeout = Annotated[

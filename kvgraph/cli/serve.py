@@ -133,7 +133,10 @@ def serve(
         int, typer.Option(min=1, help="Most rows of a step.")
     ] = DEFAULT_BATCH_SIZE,
     max_batch_tokens: Annotated[
-        int | None, typer.Option(min=1, help="Most new tokens of a step [default: the session's].")
+        int | None,
+        typer.Option(
+            min=1, help="Most new tokens of a step [default: 768 with onnx on cpu, else 2048]."
+        ),
     ] = None,
     max_prefill_tokens: Annotated[
         int | None,
@@ -155,8 +158,8 @@ def serve(
     cache_memory: Annotated[
         str | None,
         typer.Option(
-            help="Memory of the pool, such as 4GiB [default: 1 GiB, or a quarter of the memory if "
-            "that is less; on a GPU, 0.9 of what is free after weights and the largest step]."
+            help="Memory of the pool, such as 4GiB [default: 1GiB, but at most a quarter of the "
+            "memory; on a GPU, 0.9 of what is free after the weights and the largest step]."
         ),
     ] = None,
     host_memory: HostMemory = None,

@@ -31,7 +31,7 @@ of {lengths} tokens, in one batch, in float32.
 | other tokens | {other} |
 | no small model of it could be made | {not_made} |
 
-For the last group there is no small configuration here, or their own code does not run.
+For the last group we have no small configuration, or transformers' own code does not run.
 
 ## Right
 
