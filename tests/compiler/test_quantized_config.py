@@ -60,7 +60,17 @@ GPTQ, AWQ, COMPRESSED = (quantized.FORMS[name][0] for name in ("gptq", "awq", "w
         (
             "fp8",
             quantized.FORMS["fp8"][0] | {"weight_scale_semantics": "power"},
-            "fp8: weight_scale_semantics: expected none or 'inverse', got 'power'; compile",
+            "fp8: weight_scale_semantics: expected 'inverse', got 'power'; compile",
+        ),
+        (
+            "fp8",
+            quantized.FORMS["fp8"][0] | {"weight_scale_method": "row"},
+            "fp8: weight_scale_semantics: expected 'inverse', got None; compile",
+        ),
+        (
+            "fp8",
+            quantized.FORMS["fp8"][0] | {"scale_power": 2},
+            "fp8: scale_power: expected no fields of scales but ['activation_scale_ub', ",
         ),
         ("gptq", GPTQ | {"bits": 4.0}, "gptq: bits: expected 2, 4 or 8, got 4.0; "),
         (

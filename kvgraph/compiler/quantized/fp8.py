@@ -14,14 +14,15 @@ from kvgraph.compiler.quantized.parts import Parts
 from kvgraph.compiler.values import Values
 
 SCALES = ("_scale_inv", "_scale")
-INVERSE = "inverse"
+METHOD, INVERSE = "weight_scale_method", "inverse"
+FIELDS = ("activation_scale_ub", "scale_fmt", METHOD, SEMANTICS)
+"""Known fields of scales: FBGEMM's, DeepSeek's and GPTQModel's. Any other may change what a scale
+means."""
 
 
 def weights(parts: Parts, config: Config) -> dict[str, Values]:
     block = block_of(config.get("weight_block_size", DEFAULT_BLOCK))
-    semantics = config.get(SEMANTICS)
-    if semantics not in (None, INVERSE):
-        raise parts.refuse(SEMANTICS, f"none or {INVERSE!r}", repr(semantics))
+    is_inverse = _are_inverse(parts, config)
     found: dict[str, Values] = {}
     names = {name for name, stored in parts.stored.items() if stored.dtype == FLOAT8}
     names |= {stem for end in SCALES for stem in parts.stems(end) if stem in parts.stored}
@@ -30,5 +31,17 @@ def weights(parts: Parts, config: Config) -> dict[str, Values]:
         parts.require_dtype(numbers, torch.float8_e4m3fn)
         given = [f"{name}{end}" for end in SCALES if f"{name}{end}" in parts.stored]
         scales = parts.take(given[0] if given else f"{name}{SCALES[0]}", name)
-        found[name] = scaled(parts, numbers, scales, block, is_inverse=semantics == INVERSE)
+        found[name] = scaled(parts, numbers, scales, block, is_inverse=is_inverse)
     return found
+
+
+def _are_inverse(parts: Parts, config: Config) -> bool:
+    """Whether numbers are divided by their scales. UnsupportedError if the configuration does not
+    say so clearly, or has a field of scales that is not known."""
+    for name, value in config.items():
+        if "scale" in name and name not in FIELDS and value is not None:
+            raise parts.refuse(name, f"no fields of scales but {list(FIELDS)}", repr(value))
+    said = config.get(SEMANTICS)
+    if said != INVERSE and (said is not None or config.get(METHOD) is not None):
+        raise parts.refuse(SEMANTICS, repr(INVERSE), repr(said))
+    return said is not None
