@@ -68,7 +68,7 @@ NumPages = Annotated[
     int | None,
     typer.Option(
         help="Pages of the pool [default: 1 GiB, or a quarter of the memory if that is less; on a "
-        "GPU, 0.9 of the rest]."
+        "GPU, 0.9 of what is free after weights and the largest step]."
     ),
 ]
 Threads = Annotated[
