@@ -64,13 +64,11 @@ CacheDtypeOption = Annotated[
 PageSize = Annotated[
     int | None, typer.Option(help=f"Tokens of a page [default: {DEFAULT_PAGE_SIZE}].")
 ]
-NumPages = Annotated[
-    int | None,
-    typer.Option(
-        help="Pages of the pool [default: 1 GiB, or a quarter of the memory if that is less; on a "
-        "GPU, 0.9 of what is free after weights and the largest step]."
-    ),
-]
+POOL_MEMORY = (
+    "[default: 1 GiB, or a quarter of the memory if that is less; on a GPU, 0.9 of what is free "
+    "after weights and the largest step]."
+)
+NumPages = Annotated[int | None, typer.Option(help=f"Pages of the pool {POOL_MEMORY}")]
 Threads = Annotated[
     int | None,
     typer.Option(

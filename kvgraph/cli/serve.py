@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kvgraph.cli.options import (
+    POOL_MEMORY,
     ArtifactFolder,
     CollectiveTimeout,
     DiskBytes,
@@ -35,7 +36,7 @@ from kvgraph.errors import (
     RequestError,
     UnsupportedError,
 )
-from kvgraph.kv.memory import DEFAULT_BATCH_SIZE
+from kvgraph.kv.memory import DEFAULT_BATCH_SIZE, DEFAULT_BATCH_TOKENS
 from kvgraph.progress import listening
 from kvgraph.serve.options import ServeOptions
 from kvgraph.signal_handlers import end_at_signals
@@ -135,7 +136,9 @@ def serve(
     max_batch_tokens: Annotated[
         int | None,
         typer.Option(
-            min=1, help="Most new tokens of a step [default: 768 with onnx on cpu, else 2048]."
+            min=1,
+            help="Most new tokens of a step [default: 768 with onnx on cpu, else "
+            f"{DEFAULT_BATCH_TOKENS}].",
         ),
     ] = None,
     max_prefill_tokens: Annotated[
@@ -157,10 +160,7 @@ def serve(
     num_pages: NumPages = None,
     cache_memory: Annotated[
         str | None,
-        typer.Option(
-            help="Memory of the pool, such as 4GiB [default: 1GiB, but at most a quarter of the "
-            "memory; on a GPU, 0.9 of what is free after the weights and the largest step]."
-        ),
+        typer.Option(help=f"Memory of the pool, such as 4GiB {POOL_MEMORY}"),
     ] = None,
     host_memory: HostMemory = None,
     disk: DiskFolder = None,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import itertools
 import subprocess
 import sys
 import threading
@@ -19,11 +18,12 @@ from kvgraph.kv.requests import TextContext
 from kvgraph.kv.tiers import workers
 from kvgraph.kv.tiers.copies import HostCopier
 from kvgraph.kv.tiers.disk import tools
-from kvgraph.kv.tiers.host import HostStore, Slot
+from kvgraph.kv.tiers.host import HostStore
 from kvgraph.kv.tiers.tiered import TieredConnector
 from kvgraph.kv.tiers.workers import Job, TierWorkers
 from tests.support import command_line
 from tests.support.builders import make_params, start
+from tests.support.faults import failing
 from tests.support.refused_threads import SENTENCE, refused_threads
 from tests.support.stores import MemoryStore, opener
 
@@ -239,14 +239,8 @@ def test_a_thread_that_finds_no_memory_between_jobs_goes_on(
 ) -> None:
     """The second slot of an offload is refused: the first is given back, and both are asked for
     again."""
-    reserve, calls = HostStore.reserve, itertools.count()
-
-    def failing(self: HostStore, key: bytes, size: int) -> Slot | None:
-        if next(calls) == 1:
-            raise MemoryError("injected")
-        return reserve(self, key, size)
-
-    monkeypatch.setattr(HostStore, "reserve", failing)
+    refused = failing(HostStore.reserve, 1, MemoryError("injected"))
+    monkeypatch.setattr(HostStore, "reserve", refused)
     store = MemoryStore()
     manager, connector = filled(store)
     manager.close()

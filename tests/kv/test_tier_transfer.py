@@ -8,7 +8,6 @@ import os
 import re
 import subprocess
 import sys
-import threading
 from collections.abc import Callable
 from multiprocessing.connection import Client, Pipe
 from pathlib import Path
@@ -27,6 +26,7 @@ from kvgraph.kv.requests import TextContext
 from kvgraph.kv.tiers.nixl_pools import NixlPools
 from kvgraph.kv.tiers.transfer import PageTransfer, Way
 from tests.support.builders import make_params, snapshot
+from tests.support.transfers import transfer
 
 TOKENS = list(range(30))
 
@@ -70,31 +70,6 @@ def compute(kv: PagedKVCacheManager, tokens: list[int] = TOKENS) -> TextContext:
 def bytes_of(kv: PagedKVCacheManager, ctx: TextContext) -> Any:
     pages = kv.committed_pages(ctx)
     return {leaf: {k: v.tobytes() for k, v in own.items()} for leaf, own in pages.items()}
-
-
-def transfer(
-    sender: PagedKVCacheManager, ctx: TextContext, receiver: PagedKVCacheManager, way: Way
-) -> tuple[Any, Any]:
-    """What `send` and `receive` returned or raised."""
-    ours, theirs = Pipe()
-    nixl = way == "nixl"
-    results: list[Any] = []
-
-    def send() -> None:
-        results.append(outcome(lambda: PageTransfer(sender, nixl=nixl).send(ctx, ours, way=way)))
-
-    thread = threading.Thread(target=send)
-    thread.start()
-    received = outcome(lambda: PageTransfer(receiver, nixl=nixl).receive(theirs))
-    thread.join(30)
-    return results[0], received
-
-
-def outcome(call: Callable[[], Any]) -> Any:
-    try:
-        return call()
-    except TransferError as error:
-        return str(error)
 
 
 WAYS: list[Way] = ["connection", "shared_memory", "nixl"]

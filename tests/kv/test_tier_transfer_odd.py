@@ -3,21 +3,16 @@ sentence, and no wait."""
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable
-from itertools import count
-from multiprocessing.connection import Connection, Pipe
-from typing import Any
+from multiprocessing.connection import Pipe
 
 import pytest
 
 from kvgraph.errors import DeviceError, TransferError
-from kvgraph.kv.paged import PagedKVCacheManager
-from kvgraph.kv.requests import TextContext
 from kvgraph.kv.tiers import transfer
 from kvgraph.kv.tiers.leaf_pools import LeafPools
-from kvgraph.kv.tiers.transfer import PageTransfer
 from tests.kv.test_tier_transfer import compute, manager
+from tests.support.faults import failing
+from tests.support.transfers import exchange
 
 
 @pytest.mark.parametrize(
@@ -49,50 +44,13 @@ def test_a_page_that_is_too_long_is_not_in_the_sentence() -> None:
 # -- a side that fails
 
 
-def failing_once(call: Callable[..., Any], error: BaseException) -> Callable[..., Any]:
-    """`call`, but its second call raises."""
-    numbers = count()
-
-    def wrapper(*args: Any) -> Any:
-        if next(numbers) == 1:
-            raise error
-        return call(*args)
-
-    return wrapper
-
-
-def exchange(
-    sender: PagedKVCacheManager,
-    ctx: TextContext,
-    receiver: PagedKVCacheManager,
-    ends: tuple[Connection, Connection],
-) -> list[Any]:
-    """What `send` and `receive` returned or raised."""
-    results: list[Any] = [None, None]
-
-    def keep(side: int, call: Callable[[], int]) -> None:
-        try:
-            results[side] = call()
-        except Exception as error:
-            results[side] = error
-
-    sending = threading.Thread(
-        target=keep, args=(0, lambda: PageTransfer(sender).send(ctx, ends[0])), daemon=True
-    )
-    sending.start()
-    keep(1, lambda: PageTransfer(receiver).receive(ends[1]))
-    sending.join(30)
-    assert not sending.is_alive()
-    return results
-
-
 def test_a_page_that_cannot_be_copied_in_leaves_the_connection_usable(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     sender, receiver, ends = manager(), manager(), Pipe()
     ctx = compute(sender)
-    copy_in = failing_once(LeafPools.copy_in, DeviceError("no copy"))
-    monkeypatch.setattr(LeafPools, "copy_in", lambda *args: copy_in(*args))
+    copy_in = failing(LeafPools.copy_in, 1, DeviceError("no copy"))
+    monkeypatch.setattr(LeafPools, "copy_in", copy_in)
     refused = exchange(sender, ctx, receiver, ends)
     assert [str(error) for error in refused] == ["transfer: no copy"] * 2
     assert receiver.num_free_blocks() == receiver.total_num_blocks()
@@ -106,8 +64,7 @@ def test_no_side_waits_for_one_that_fails(
 ) -> None:
     sender, receiver, ends = manager(), manager(), Pipe()
     ctx = compute(sender)
-    failing = failing_once(getattr(LeafPools, copy), error)
-    monkeypatch.setattr(LeafPools, copy, lambda *args: failing(*args))
+    monkeypatch.setattr(LeafPools, copy, failing(getattr(LeafPools, copy), 1, error))
     failed = exchange(sender, ctx, receiver, ends)
     mine, other = failed if copy == "copy_out" else reversed(failed)
     assert "no copy" in str(mine)

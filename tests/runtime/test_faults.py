@@ -13,7 +13,6 @@ import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from itertools import count
 from linecache import getline
 from pathlib import Path
 from random import Random
@@ -30,6 +29,7 @@ from kvgraph.kv.pool.checks import verify
 from kvgraph.runtime.artifact import Artifact
 from kvgraph.runtime.sampling import Token
 from kvgraph.runtime.sessions.base import Session
+from tests.support.faults import failing
 
 FAULTS = (RuntimeError, KeyboardInterrupt, MemoryError)
 PACKAGE = str(Path(kvgraph.__file__).parent)
@@ -249,7 +249,7 @@ def test_a_fault_at_every_line_of_a_repair(
         for token in engine.step() + engine.step() + engine.step():
             said[token.request_id].append(token)
         with monkeypatch.context() as patch:
-            patch.setattr(engine.kv, "step", failing(engine.kv.step, 0, MemoryError))
+            patch.setattr(engine.kv, "step", failing(engine.kv.step, 0, MemoryError("injected")))
             with pytest.raises(MemoryError):
                 engine.step()
         return said
@@ -265,18 +265,6 @@ def test_a_fault_at_every_line_of_a_repair(
         rest, _ = drain(engine)
         assert {name: said[name] + rest[name] for name in REQUESTS} == undisturbed
         assert_whole(engine)
-
-
-def failing(call: Callable[..., Any], at: int, kind: type[BaseException]) -> Callable[..., Any]:
-    """`call`, but for its call number `at`, which raises."""
-    numbers = count()
-
-    def wrapper(*args: Any, **kwargs: Any) -> Any:
-        if next(numbers) == at:
-            raise kind("injected")
-        return call(*args, **kwargs)
-
-    return wrapper
 
 
 # -- by signals, at any time
@@ -387,7 +375,7 @@ def test_a_manager_that_fails(
     engine = make_engine(artifact)
     method = getattr(engine.kv, call)
     for at in range(4):
-        setattr(engine.kv, call, failing(method, at, kind))
+        setattr(engine.kv, call, failing(method, at, kind("injected")))
         submit_all(engine)
         assert drain(engine) == (undisturbed, 1)
         assert_whole(engine)

@@ -299,10 +299,8 @@ def _stacked(stored: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
         else:
             found[name] = tensor
     return {
-        name: np.stack([tensor[i] for i in range(len(tensor))])
-        if isinstance(tensor, dict)
-        else tensor
-        for name, tensor in found.items()
+        name: np.stack([each for _, each in sorted(t.items())]) if isinstance(t, dict) else t
+        for name, t in found.items()
     }
 
 

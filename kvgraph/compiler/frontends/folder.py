@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import secrets
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -52,8 +53,6 @@ BLOCK = re.compile(r"(\d{1,9})x(\d{1,9})")
 
 DEFAULT_BLOCK = [128, 128]
 """`weight_block_size` of method fp8 where a configuration lacks it: transformers' default."""
-SEMANTICS = "weight_scale_semantics"
-"""A field in which GPTQModel says what scales of method fp8 mean."""
 
 DTYPE_FIELDS = ("dtype", "torch_dtype")
 """Fields in which a configuration names the dtype of its weights, in order of precedence."""
@@ -68,10 +67,10 @@ TAGGED = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 FLOATS = tuple(dtype.name for dtype in ALL if dtype.kind == "float")
 
-GGUF_MAGIC, GGUF = b"GGUF", "gguf"
-MADE_OF_GGUF: set[Path] = set()
-"""Temporary folders whose configuration names a GGUF file as the place of their weights. No other
-folder may: its configuration is its publisher's."""
+GGUF_MAGIC = b"GGUF"
+GGUF = f"gguf {secrets.token_hex(16)}"
+"""Method of a temporary folder whose configuration names a GGUF file as the place of its weights.
+No published configuration can have it."""
 
 Config = Mapping[str, Any]
 """The content of config.json. Types of its values depend on the architecture."""
@@ -194,6 +193,8 @@ def quantization(config: Config) -> Mapping[str, Any] | None:
     method, inner = given.get("quant_method"), given.get("quantization")
     if method in MODELOPT and isinstance(inner, dict):  # as hf_quant_config.json has it
         return {**given, **inner, "quant_method": method}
+    if method == "fp8":
+        return {"weight_block_size": DEFAULT_BLOCK, **given}
     return _unified(given)
 
 
@@ -222,7 +223,7 @@ def _require_known_weights(path: Path, config: Config) -> None:
         raise UnsupportedError(
             f"{path}: quantization: expected none, got a checkpoint of MLX (mlx-lm); {INSTEAD}"
         )
-    if given is None or (method == GGUF and path.parent in MADE_OF_GGUF):
+    if given is None:
         return
     if method == "auto-round":
         rotated = " with one" if given.get("rotation_config") else ""
@@ -233,9 +234,9 @@ def _require_known_weights(path: Path, config: Config) -> None:
             f"a rotation_config, got {packing!r}{rotated}; export it with "
             f'format="{export}", or {INSTEAD}'
         )
-    if method not in QUANTIZED:
+    if method not in (*QUANTIZED, GGUF):
         said = "no quant_method" if method is None else f"a checkpoint quantised by {method!r}"
-        file = "give its .gguf file if there is one, or " if method == GGUF else ""
+        file = "give its .gguf file if there is one, or " if method == "gguf" else ""
         raise UnsupportedError(
             f"{path}: quantization_config: expected one of {list(QUANTIZED)}, got {said}; "
             f"{file}{INSTEAD}"

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvgraph.compiler.checkpoint_files import CONFIG
-from kvgraph.compiler.frontends.folder import GGUF, MADE_OF_GGUF, is_gguf
+from kvgraph.compiler.frontends.folder import GGUF, is_gguf
 from kvgraph.compiler.frontends.gguf_architectures import ARCHITECTURES
 from kvgraph.compiler.frontends.gguf_config import configuration
 from kvgraph.compiler.frontends.gguf_fields import (
@@ -66,11 +66,7 @@ def as_folder(model: Path) -> Iterator[Path]:
     with scratch("gguf") as folder, told_of(model, str(folder)):
         with quiet_loggers("transformers"):
             _write(model.absolute(), folder)
-        MADE_OF_GGUF.add(folder)
-        try:
-            yield folder
-        finally:
-            MADE_OF_GGUF.discard(folder)
+        yield folder
 
 
 def _write(path: Path, folder: Path) -> None:

@@ -8,13 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from kvgraph.compiler.frontends.folder import (
-    DEFAULT_BLOCK,
-    Config,
-    block_of,
-    first_of,
-    quantization,
-)
+from kvgraph.compiler.frontends.folder import Config, block_of, first_of, quantization
 from kvgraph.compiler.frontends.left_plain import (
     CLASS,
     Group,
@@ -89,8 +83,7 @@ def stored_forms(config: Config, names: Sequence[str] = ()) -> StoredForms:
     if given.get("quant_method") == "mxfp4":
         return StoredForms(PLAIN, Form(4, MXFP4_GROUP, E2M1))
     if str(given.get("quant_method")).endswith("fp8"):
-        default = DEFAULT_BLOCK if given["quant_method"] == "fp8" else None
-        form = _of_float8(given.get("weight_block_size", default))
+        form = _of_float8(given.get("weight_block_size"))
         return StoredForms(form, form)
     if str(given.get("quant_method")).startswith("modelopt"):
         forms = [_of_modelopt(one) for one in _each_of_modelopt(given, names)]

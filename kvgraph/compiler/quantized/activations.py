@@ -8,8 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from kvgraph.compiler.frontends.folder import SEMANTICS, Config
+from kvgraph.compiler.frontends.folder import Config
 
+SEMANTICS = "weight_scale_semantics"
+"""A field in which GPTQModel says what scales of method fp8 mean."""
 FP8_METHODS = ("fp8", "fbgemm_fp8")
 """Quantisation methods for which activations are always rounded, but for GPTQModel's fp8."""
 ALGORITHMS = ("FP8", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_REAL", "MXFP8")

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import torch
 
-from kvgraph.compiler.frontends.folder import DEFAULT_BLOCK, SEMANTICS, Config, block_of
+from kvgraph.compiler.frontends.folder import Config, block_of
+from kvgraph.compiler.quantized.activations import SEMANTICS
 from kvgraph.compiler.quantized.floats import FLOAT8, scaled
 from kvgraph.compiler.quantized.parts import Parts
 from kvgraph.compiler.values import Values
@@ -21,7 +22,7 @@ means."""
 
 
 def weights(parts: Parts, config: Config) -> dict[str, Values]:
-    block = block_of(config.get("weight_block_size", DEFAULT_BLOCK))
+    block = block_of(config.get("weight_block_size"))
     is_inverse = _are_inverse(parts, config)
     found: dict[str, Values] = {}
     names = {name for name, stored in parts.stored.items() if stored.dtype == FLOAT8}
