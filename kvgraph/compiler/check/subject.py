@@ -1,11 +1,13 @@
 """Reduce a large model to a small one for the check: one layer of each kind, the same weights.
 
 Layers are of one kind if their parameters have equal names and shapes, and their caches and layer
-types are alike. A large vocabulary keeps its first tokens, and their rows of embedding and head.
+types are alike. If the checkpoint stores a parameter of a kind in several forms, a layer of each
+form is kept. A large vocabulary keeps its first tokens, and their rows of embedding and head.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +18,7 @@ from kvgraph.compiler.cache import LayerNeed
 from kvgraph.compiler.checkpoint import Checkpoint
 from kvgraph.compiler.frontends.decoder import Decoder
 from kvgraph.compiler.model import Model
-from kvgraph.compiler.values import Head
+from kvgraph.compiler.values import Head, Values
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -49,7 +51,9 @@ def reduced(model: Model) -> tuple[Model, list[int]] | None:
         return None
     config: Any = decoder.model.config
     text = config.get_text_config()
-    chosen = _one_of_each_kind(layers, model.layers, getattr(text, "layer_types", None))
+    values = model.checkpoint.values if model.checkpoint else {}
+    forms = {i: _form(values[name]) for i, name in stored.items() if name in values}
+    chosen = _one_of_each_kind(layers, model.layers, getattr(text, "layer_types", None), forms)
     _keep_layers(layers, chosen, text)
     vocabulary = _cut_vocabulary(decoder.model, text, stored)
     small = replace(
@@ -62,9 +66,8 @@ def reduced(model: Model) -> tuple[Model, list[int]] | None:
     if model.checkpoint is None:
         return small, chosen
     named = dict(decoder.named_parameters(remove_duplicate=False))
-    whole = {name: model.checkpoint.values[stored[id(p)]] for name, p in named.items()}
-    values = {name: Head(each, len(named[name])) for name, each in whole.items()}
-    return replace(small, checkpoint=Checkpoint(values)), chosen
+    cut = {name: Head(values[stored[id(p)]], len(p)) for name, p in named.items()}
+    return replace(small, checkpoint=Checkpoint(cut)), chosen
 
 
 def decoder_layers(model: nn.Module, count: int) -> nn.ModuleList | None:
@@ -84,14 +87,30 @@ def _indexed(layer: nn.Module) -> list[Any]:
     return [part for part in layer.modules() if isinstance(getattr(part, "layer_idx", None), int)]
 
 
+def _form(values: Values) -> object:
+    """What decides how a tensor is packed, besides its shape: how the checkpoint stores it."""
+    return values.form, values.bits, values.stored_bits, values.x_bits
+
+
 def _one_of_each_kind(
-    layers: nn.ModuleList, needs: tuple[LayerNeed, ...], types: list[str] | None
+    layers: nn.ModuleList,
+    needs: tuple[LayerNeed, ...],
+    types: list[str] | None,
+    forms: Mapping[int, object],
 ) -> list[int]:
-    kinds: dict[object, int] = {}
+    """Indices of layers that have all kinds, and in each kind all forms of each parameter.
+
+    `forms`: stored forms by the ids of parameters.
+    """
+    chosen: set[int] = set()
+    seen: set[object] = set()
     for i, layer in enumerate(layers):
-        shapes = [(name, tuple(p.shape)) for name, p in layer.named_parameters()]
-        kinds.setdefault((needs[i], tuple(shapes), types[i] if types else ""), i)
-    chosen = set(kinds.values())
+        named = list(layer.named_parameters())
+        kind = needs[i], tuple((n, tuple(p.shape)) for n, p in named), types[i] if types else ""
+        own = {(kind, ""), *((kind, n, forms.get(id(p))) for n, p in named)}
+        if not own <= seen:
+            chosen.add(i)
+            seen |= own
     return sorted(chosen | {read for i in chosen if (read := needs[i].reads) is not None})
 
 
