@@ -3,7 +3,11 @@
 //
 // A group's products are summed from zero, then scaled and added: one order for any number of rows.
 // The factor of an NVFP4 column multiplies the whole sum. Without native dot products, many rows
-// share one conversion of a panel's numbers to bfloat16, which represents them all exactly.
+// of some codes share one conversion of a panel's numbers to bfloat16, which represents them all
+// exactly.
+//
+// With AVX2 alone, codes become bytes, and bytes become floats at the top of a word. So numbers are
+// 2^24 to 2^28 times those of the codes, and prepared rows are divided by this factor: unit_of.
 #pragma once
 
 #include <algorithm>
@@ -12,16 +16,21 @@
 #include "cpu/linear_dot.h"
 #include "cpu/vector.h"
 
+#if defined(__AVX2__) && !defined(__AVX512F__)
+#define KVG_CODE_BYTES 1
+#else
+#define KVG_CODE_BYTES 0
+#endif
+
 namespace kvg::KVG_ISA {
 
-// Most rows of a tile of one panel and of a pair of panels: total sums and those of a group fill
-// the registers. For more than kCodeRows rows, codes are first converted to bfloat16.
+// Most rows of a tile of one panel and of a pair of panels: sums of a group fill the registers.
 #if KVG_NATIVE_DOT
 constexpr int kGroupRows = 12, kGroupPairRows = 6;
 #elif defined(__AVX512F__)
-constexpr int kGroupRows = 8, kGroupPairRows = 4, kCodeRows = 8;
+constexpr int kGroupRows = 8, kGroupPairRows = 4;
 #else
-constexpr int kGroupRows = 2, kGroupPairRows = 1, kCodeRows = 4;
+constexpr int kGroupRows = 4, kGroupPairRows = 1;
 #endif
 
 template <int64_t Value>
@@ -37,18 +46,25 @@ constexpr float kFp4[16] = {0.0f,  0.5f,  1.0f,  1.5f,  2.0f,  3.0f,  4.0f,  6.0
 constexpr float kIq4Levels[16] = {-127, -104, -83, -65, -49, -35, -22, -10,
                                   1,    13,   25,  38,  53,  69,  89,  113};
 
-constexpr float number(int64_t codes, int nibble) {
+constexpr float number(int64_t codes, uint32_t nibble) {
   if (codes == kIq4) return kIq4Levels[nibble];
   if (codes == kE2m1 || codes == kNvfp4) return kFp4[nibble];
-  return static_cast<float>(nibble < 8 ? nibble : nibble - 16);
+  return static_cast<float>(nibble) - (nibble < 8 ? 0.0f : 16.0f);
+}
+
+// The number that stands for 1 in Numbers<Codes>.
+constexpr float unit_of(int64_t codes) {
+  if (!KVG_CODE_BYTES || codes == kE4m3) return 1.0f;
+  if (codes == kE2m1 || codes == kNvfp4) return 0x1p25f;
+  return codes == kInt8 || codes == kIq4 ? 0x1p24f : 0x1p28f;
 }
 
 // The E4M3 numbers in the top bytes of words: 2^(e - 7) * (1 + m / 8), or 2^-6 * m / 8 if e is 0.
 inline Vector of_e4m3(Words on_top) {
   const Words size = on_top & 0x7f000000u;
   const auto normal = as<Vector>((size >> 4) + (120u << 23));
-  const Vector small = normal * 2.0f - 0x1p-6f;
-  const Vector found = size < 0x08000000u ? small : normal;
+  const Vector small = normal * 2.0f - 0x1p-6f;  // the smaller one if e is 0, else the larger one
+  const Vector found = small < normal ? small : normal;
   return as<Vector>(as<Words>(found) | (on_top & 0x80000000u));
 }
 
@@ -121,6 +137,45 @@ constexpr int kPartInputs = 1;
 constexpr int64_t kInputBytes = 4;
 constexpr float kScaleUnit = 1.0f;
 
+#if KVG_CODE_BYTES
+
+// The signed byte b of each word, times 2^24.
+inline Vector of_byte(Words words, int b) {
+  if (b == 3) return __builtin_convertvector(as<Index>(words & 0xff000000u), Vector);
+  const Words from = {0, 4, 8, 12, 0, 4, 8, 12}, zeros = Words{} + 0x808080u;
+  const Words to_top = (from + static_cast<uint32_t>(b)) << 24 | zeros;
+  const auto top = _mm256_shuffle_epi8(as<__m256i>(words), as<__m256i>(to_top));
+  return __builtin_convertvector(as<Index>(top), Vector);
+}
+
+// The numbers of 16 codes as bytes, twice: levels, or FP4 numbers times 2.
+template <int64_t Codes>
+struct ByteTable {
+  int8_t bytes[32] = {};
+
+  constexpr ByteTable() {
+    for (uint32_t i = 0; i < 32; ++i)
+      bytes[i] = static_cast<int8_t>(number(Codes, i % 16) * (Codes == kIq4 ? 1 : 2));
+  }
+};
+
+template <int64_t Codes>
+struct Numbers {
+  static constexpr float kUnit = 1.0f;
+  static constexpr ByteTable<Codes> kTable{};
+  __m256i table = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(kTable.bytes));
+
+  // Four codes of each word become bytes; integers are their high halves.
+  Vector part(const char* line, int i) const {
+    const auto words = read<Words>(line);
+    if (Codes == kIntegers) return of_byte((i % 2 ? words : words << 4) & 0xf0f0f0f0u, i / 2);
+    const Words index = (i % 2 ? words >> 4 : words) & 0x0f0f0f0fu;
+    return of_byte(as<Words>(_mm256_shuffle_epi8(table, as<__m256i>(index))), i / 2);
+  }
+};
+
+#else
+
 template <int64_t Codes>
 struct Numbers {
   static constexpr float kUnit = 1.0f;
@@ -137,30 +192,15 @@ struct Numbers {
   }
 #else
   Vector part(const char* line, int i) const {
-    const Words on_top = read<Words>(line) << (28 - 4 * i);
-    if (Codes == kIntegers) return __builtin_convertvector(as<Index>(on_top) >> 28, Vector);
-    const Words index = on_top >> 28 & 7u;
-#if defined(__AVX2__)
-    if (Codes == kIq4) {  // a permutation knows the lower three bits
-      const auto at = as<__m256i>(on_top >> 28);
-      const __m256 low = _mm256_permutevar8x32_ps(_mm256_loadu_ps(kIq4Levels), at);
-      const __m256 high = _mm256_permutevar8x32_ps(_mm256_loadu_ps(kIq4Levels + 8), at);
-      return as<Vector>(_mm256_blendv_ps(low, high, as<__m256>(on_top)));
-    }
-    const Vector size = as<Vector>(
-        _mm256_permutevar8x32_ps(_mm256_loadu_ps(kFp4), as<__m256i>(index)));
-#else
-    Vector size;
-    for (int lane = 0; lane < kLanes; ++lane) size[lane] = kFp4[index[lane]];
-    if (Codes == kIq4) {
-      for (int lane = 0; lane < kLanes; ++lane) size[lane] = kIq4Levels[on_top[lane] >> 28];
-      return size;
-    }
-#endif
-    return as<Vector>(as<Words>(size) | (on_top & 0x80000000u));
+    const Words index = read<Words>(line) >> (4 * i) & 15u;
+    Vector found;
+    for (int lane = 0; lane < kLanes; ++lane) found[lane] = number(Codes, index[lane]);
+    return found;
   }
 #endif
 };
+
+#endif
 
 template <>
 struct Numbers<kE4m3> {
@@ -176,8 +216,12 @@ struct Numbers<kInt8> {
   static constexpr float kUnit = 1.0f;
 
   Vector part(const char* line, int i) const {
+#if KVG_CODE_BYTES
+    return of_byte(read<Words>(line), i);
+#else
     const Words on_top = read<Words>(line) << (24 - 8 * i);
     return __builtin_convertvector(as<Index>(on_top) >> 24, Vector);
+#endif
   }
 };
 
@@ -205,7 +249,12 @@ Vector group_scale(const Linear& job, int64_t at) {
   }
 #endif
   Words bytes;
+#if KVG_CODE_BYTES
+  const __m128i eight = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(job.byte_scales + at));
+  bytes = as<Words>(_mm256_cvtepu8_epi32(eight));
+#else
   for (int lane = 0; lane < kLanes; ++lane) bytes[lane] = job.byte_scales[at + lane];
+#endif
   return Codes == kE2m1 ? as<Vector>(bytes << 23) : of_e4m3(bytes << 24);
 }
 
@@ -213,7 +262,7 @@ inline Vector group_offset(const Linear& job, int64_t at) { return load(Int8{}, 
 
 // Writes the sum of a prepared row's inputs for each group, times the unit of offsets.
 inline void add_group_sums(const Linear& job, const char* x, char* to) {
-  const float unit = job.codes == kEighths ? 0.125f : 1.0f;
+  const float unit = (job.codes == kEighths ? 0.125f : 1.0f) * unit_of(job.codes);
   for (int64_t first = 0; first < job.depth; first += job.group, to += sizeof(float)) {
     float sum = 0;
     for (int64_t k = first; k < std::min(job.depth, first + job.group); ++k) sum += input(x, k);
@@ -222,10 +271,13 @@ inline void add_group_sums(const Linear& job, const char* x, char* to) {
   }
 }
 
-// Scales a group's sums, Rows x Panels, and adds them to the total sums.
+// Scales a group's sums, Rows x Panels, and adds them to the total sums. A call would keep them in
+// memory.
 template <int64_t Codes, bool HasOffsets, int Rows, int Panels>
-void add_group(const Linear& job, int64_t panel, int64_t g, const char* of_groups,
-               Vector (&group)[Rows][Panels * kVectors], Vector (&sums)[Rows][Panels * kVectors]) {
+[[gnu::always_inline]] inline void add_group(const Linear& job, int64_t panel, int64_t g,
+                                             const char* of_groups,
+                                             Vector (&group)[Rows][Panels * kVectors],
+                                             Vector (&sums)[Rows][Panels * kVectors]) {
   KVG_UNROLL
   for (int v = 0; v < Panels * kVectors; ++v) {
     const int64_t at = ((panel + v / kVectors) * job.group_count() + g) * kColumns +
@@ -264,6 +316,7 @@ void tile_of_groups(const Linear& job, int64_t panel, const char* first, const c
                     Vector* out, int width) {
   constexpr int kEach = Panels * kVectors;
   constexpr int kLineInputs = line_inputs(Codes), kParts = kLineInputs / kPartInputs;
+  constexpr int kTogether = KVG_CODE_BYTES ? 2 : kEach;  // their bytes stay in registers
   constexpr bool kWaits = code_bits(Codes) == 4 && waits_for_lines(Rows);
   const Numbers<Codes> numbers;
   const int64_t bytes = job.panel_bytes(), lines = job.line_count();
@@ -279,14 +332,16 @@ void tile_of_groups(const Linear& job, int64_t panel, const char* first, const c
       for (int p = 0; p < Panels; ++p)
         prefetch<kWaits, 64>(w + p * bytes);
       KVG_UNROLL
-      for (int i = 0; i < kParts; ++i) {
+      for (int first = 0; first < kEach; first += kTogether) {
         KVG_UNROLL
-        for (int v = 0; v < kEach; ++v) {
-          const char* line = w + v / kVectors * bytes + v % kVectors * (kLineBytes / kVectors);
-          const auto part = numbers.part(line, code_of(kLineInputs / 2, i));
+        for (int i = 0; i < kParts; ++i) {
           KVG_UNROLL
-          for (int m = 0; m < Rows; ++m)
-            group[m][v] = add(group[m][v], x[m] + 4 * i, part);
+          for (int v = first; v < first + kTogether; ++v) {
+            const char* line = w + v / kVectors * bytes + v % kVectors * (kLineBytes / kVectors);
+            const auto part = numbers.part(line, code_of(kLineInputs / 2, i));
+            KVG_UNROLL
+            for (int m = 0; m < Rows; ++m) group[m][v] = add(group[m][v], x[m] + 4 * i, part);
+          }
         }
       }
     }
@@ -314,6 +369,14 @@ void sum_groups(const Linear& job, int64_t panel, int64_t panels, int64_t row, i
 }
 
 #if !KVG_NATIVE_DOT
+
+// Most rows whose codes are multiplied as they are stored (measured). For more rows, codes are
+// converted once to bfloat16.
+constexpr int64_t code_rows(int64_t codes) {
+  if (!KVG_CODE_BYTES) return 8;
+  if (codes == kE4m3) return 4;
+  return codes == kIntegers || codes == kEighths ? 64 : INT64_MAX;
+}
 
 // Converts the numbers of some lines to bfloat16, exactly, in lines as `Half` reads them.
 template <int64_t Codes>

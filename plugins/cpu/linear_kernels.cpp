@@ -198,7 +198,7 @@ void run_groups(const Linear& job, int64_t pair, int64_t panels, int64_t row, in
     constexpr int64_t kCodes = codes;
     constexpr bool kHasOffsets = has_offsets;
 #if !KVG_NATIVE_DOT
-    if (rows > kCodeRows) {
+    if (rows > code_rows(kCodes)) {
       to_halves<kCodes>(job.lines + panel * job.panel_bytes(), panels * job.line_count(), scratch);
       return by_tiles<Half::kRows, Vector, float>(
           job, pair, panels, row, rows, [&](int64_t at, int64_t take, Vector* sums) {
@@ -269,12 +269,14 @@ int64_t row_bytes(const Linear& job) {
 
 int64_t scratch_bytes(const Linear& job) {
 #if !KVG_NATIVE_DOT
-  if (job.group && job.rows > kCodeRows) return kPair * half_bytes(job);
+  if (job.group && job.rows > code_rows(job.codes)) return kPair * half_bytes(job);
 #endif
   return job.bits == 4 && !job.group && !KVG_NIBBLE_BYTES ? 2 * kPair * job.panel_bytes() : 0;
 }
 
-void prepare_half(const float* x, int64_t width, int64_t depth, char* to) {
+// Rounds inputs to bfloat16. Without native dot products, writes them divided by `unit`.
+void prepare_half(const float* x, int64_t width, int64_t depth, [[maybe_unused]] float unit,
+                  char* to) {
 #if KVG_NATIVE_DOT
   int64_t k = 0;
   for (; k + 16 <= width; k += 16) {
@@ -287,7 +289,7 @@ void prepare_half(const float* x, int64_t width, int64_t depth, char* to) {
   }
 #else
   for (int64_t k = 0; k < depth; ++k) {
-    const float rounded = k < width ? BFloat16::decode(BFloat16::encode(x[k])) : 0.0f;
+    const float rounded = k < width ? BFloat16::decode(BFloat16::encode(x[k])) / unit : 0.0f;
     std::memcpy(to + 4 * k, &rounded, sizeof rounded);
   }
 #endif
@@ -340,7 +342,7 @@ void prepare(const Linear& job, const float* x, int64_t width, char* to, float* 
     std::memcpy(to, x, static_cast<size_t>(width) * sizeof(float));
     std::memset(to + width * 4, 0, static_cast<size_t>(job.depth - width) * sizeof(float));
   } else if (job.bits == 16 || job.group) {
-    prepare_half(x, width, job.depth, to);
+    prepare_half(x, width, job.depth, job.group ? unit_of(job.codes) : 1.0f, to);
     if (job.offsets) add_group_sums(job, to, to + input_bytes(job));
   } else {
     prepare_byte(job.bits, x, width, job.depth, to, scale);
