@@ -119,7 +119,7 @@ GPTQ, AWQ, COMPRESSED = (quantized.FORMS[name][0] for name in ("gptq", "awq", "w
             (
                 form,
                 with_bits(bits, form),
-                f"down_proj: expected {read}, as the shape of its {SHAPE}{bits}; ",
+                f"_proj: expected {read}, as the shape of its {SHAPE}{bits}; ",
             )
             for form, read, bits in (
                 ("w8a16", 8, 7),
@@ -128,7 +128,7 @@ GPTQ, AWQ, COMPRESSED = (quantized.FORMS[name][0] for name in ("gptq", "awq", "w
                 ("mxfp4-packed", 4, 6),
             )
         ),
-        ("fp8-group", in_groups_of(48, "fp8-group"), "from the tensors beside it, got [64, 3]: "),
+        ("fp8-group", in_groups_of(48, "fp8-group"), "from the tensors beside it, got [64, 2]: "),
     ],
 )
 def test_forms_that_are_not_read(
@@ -304,6 +304,23 @@ def test_draft_layers_may_be_in_another_form(
     save_file(tensors, path, metadata={"format": "pt"})
     found = huggingface.load(folder, "float32")
     assert not [note for note in found.notes if "mtp" in note]
-    tensors["model.proj.weight"] = tensors.pop("mtp.proj.weight")
+    tensors["model.layers.2.proj.weight"] = tensors.pop("mtp.proj.weight")
     save_file(tensors, path, metadata={"format": "pt"})
-    assert "model.proj.weight: expected numbers that" in quantized.refused(folder)
+    assert "no place in the model for" in "".join(huggingface.load(folder, "float32").notes)
+
+
+@pytest.mark.parametrize("form", ["awq", "fp8", "gptq", "nvfp4", "nvfp4-packed", "w4a16", "w8a8"])
+@pytest.mark.parametrize("layer", [1, 2])
+def test_damaged_layers_that_the_model_lacks(
+    layer: int, form: str, plain: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """A third layer of two drafts tokens (DeepSeek, GLM): nothing of it is needed."""
+    folder = quantized.make(form, plain("llama"), tmp_path / "packed")
+    tensors, stem = load_file(folder / "model.safetensors"), "model.layers.1.mlp.up_proj."
+    for name in [name for name in tensors if name.startswith(stem) and tensors[name].dim() > 1]:
+        tensors[name.replace("layers.1", f"layers.{layer}")] = tensors[name][1:].clone()
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    if layer == 1:
+        assert "model.layers.1.mlp.up_proj." in quantized.refused(folder)
+    else:
+        state(folder)

@@ -10,6 +10,7 @@ The layout of AutoAWQ's "gemm" version, for a weight of N outputs and K inputs i
 from __future__ import annotations
 
 from collections.abc import Collection
+from functools import partial
 
 import torch
 
@@ -37,8 +38,10 @@ def weights(parts: Parts, config: Config) -> dict[str, Values]:
     size = first_of(config, "group_size", "q_group_size")
     sizes = [size] if isinstance(size, int) and size > 0 else []  # -1: whole rows
     sizes += sizes_of_rules(config)
-    found: dict[str, Values] = {
-        f"{stem}.weight": _weight(parts, stem, sizes) for stem in parts.stems(".qweight")
+    found = {
+        name: parts.read(name, partial(_weight, parts, stem, sizes))
+        for stem in parts.stems(".qweight")
+        for name in [f"{stem}.weight"]
     }
     for stem in parts.stems(".scales"):
         if (name := f"{stem}.scales") not in parts.taken:

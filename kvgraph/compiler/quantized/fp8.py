@@ -6,6 +6,8 @@ their inverses and says so: `weight_scale_semantics` is "inverse".
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 
 from kvgraph.compiler.frontends.folder import Config, block_of
@@ -24,16 +26,17 @@ means."""
 def weights(parts: Parts, config: Config) -> dict[str, Values]:
     block = block_of(config.get("weight_block_size"))
     is_inverse = _are_inverse(parts, config)
-    found: dict[str, Values] = {}
     names = {name for name, stored in parts.stored.items() if stored.dtype == FLOAT8}
     names |= {stem for end in SCALES for stem in parts.stems(end) if stem in parts.stored}
-    for name in sorted(names):
+
+    def weight(name: str) -> Values:
         numbers = parts.take(name, name)
         parts.require_dtype(numbers, torch.float8_e4m3fn)
         given = [f"{name}{end}" for end in SCALES if f"{name}{end}" in parts.stored]
         scales = parts.take(given[0] if given else f"{name}{SCALES[0]}", name)
-        found[name] = scaled(parts, numbers, scales, block, is_inverse=is_inverse)
-    return found
+        return scaled(parts, numbers, scales, block, is_inverse=is_inverse)
+
+    return {name: parts.read(name, partial(weight, name)) for name in sorted(names)}
 
 
 def _are_inverse(parts: Parts, config: Config) -> bool:
