@@ -285,6 +285,29 @@ def test_blocks_of_two_sizes(
     assert torch.equal(weight, meant)
 
 
+def test_blocks_of_two_sizes_in_rules(plain: Callable[[str], Path], tmp_path: Path) -> None:
+    """GPTQModel's: scales of both sizes have one shape, so only the rule tells them apart."""
+    folder = quantized.make("fp8-inverse", plain("llama"), tmp_path / "packed")
+    tensors = load_file(folder / "model.safetensors")
+    weight = load_file(plain("llama") / "model.safetensors")[f"{DOWN}.weight"].float()
+    parts, meant = quantized.fp8(weight * torch.linspace(0.1, 8, weight.shape[1]), (64, 56))
+    inverse = 1 / parts["weight_scale_inv"]
+    meant = parts["weight"].float() * (1 / inverse).repeat_interleave(56, 1)[:, :96]
+    tensors |= {f"{DOWN}.weight": parts["weight"], f"{DOWN}.weight_scale_inv": inverse}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"]["weight_block_size"] = [64, 48]
+    rule = {"weight_block_size": [64, 56], "weight_scale_method": "block"}
+    config["quantization_config"]["dynamic"] = {r"+:.*\.0\.mlp\.down_proj": rule}
+    (folder / "config.json").write_text(json.dumps(config))
+    (weight,) = (each for name, each in state(folder).items() if f"{DOWN}.weight" in name)
+    assert torch.equal(weight, meant)
+    rule["weight_scale_semantics"] = "plain"
+    (folder / "config.json").write_text(json.dumps(config))
+    said = "weight_scale_semantics: expected 'inverse', got 'plain'; "
+    assert said in quantized.refused(folder)
+
+
 def test_blocks_of_two_sizes_for_one_layer(plain: Callable[[str], Path], tmp_path: Path) -> None:
     with_blocks(plain("llama"), tmp_path / "packed", (64, 56), "Linear")
     assert "block_structure of model.layers.0" in (said := quantized.refused(tmp_path / "packed"))

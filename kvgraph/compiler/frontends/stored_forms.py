@@ -83,8 +83,9 @@ def stored_forms(config: Config, names: Sequence[str] = ()) -> StoredForms:
     if given.get("quant_method") == "mxfp4":
         return StoredForms(PLAIN, Form(4, MXFP4_GROUP, E2M1))
     if str(given.get("quant_method")).endswith("fp8"):
-        form = _of_float8(given.get("weight_block_size"))
-        return StoredForms(form, form)
+        forms = [_of_float8(one.get("weight_block_size")) for one in _settings(given, names)]
+        widest = max(forms, key=lambda form: form.bits)
+        return StoredForms(widest, widest)
     if str(given.get("quant_method")).startswith("modelopt"):
         forms = [_of_modelopt(one) for one in _each_of_modelopt(given, names)]
         widest = max(forms, key=lambda form: form.bits, default=PLAIN)
@@ -134,7 +135,7 @@ def doubts_of(config: Config, *, has_experts: bool) -> Iterator[str]:
 
 
 def _settings(given: Config, names: Sequence[str]) -> Iterator[Config]:
-    """The settings of all layers, and those that rules of GPTQ's `dynamic` give to some; with
+    """The settings of all layers, and those that rules of GPTQModel's `dynamic` give to some; with
     `names` those of that layer."""
     rules = {
         pattern.removeprefix("+:"): rule

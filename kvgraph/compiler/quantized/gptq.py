@@ -18,9 +18,15 @@ from functools import partial
 import torch
 
 from kvgraph.compiler.frontends.folder import Config
-from kvgraph.compiler.frontends.left_plain import is_start
 from kvgraph.compiler.quantized.integers import Integers
-from kvgraph.compiler.quantized.parts import Parts, group_size, read_finite, sizes_of_rules, unpack
+from kvgraph.compiler.quantized.parts import (
+    Parts,
+    group_size,
+    read_finite,
+    rule_for,
+    sizes_of_rules,
+    unpack,
+)
 from kvgraph.compiler.values import Plain, Rows, Values
 
 BITS = (2, 4, 8)
@@ -54,7 +60,7 @@ def weights(parts: Parts, config: Config) -> dict[str, Values]:
 def _require_said(parts: Parts, stem: str, weight: _Grouped, config: Config) -> None:
     """Raise UnsupportedError if the configuration says other bits of a weight, or an order of
     inputs or groups that its tensors lack."""
-    own = _rule(config, stem)
+    own = rule_for(config, stem)
     if own.get("bits") not in (None, weight._stored_bits):
         wanted = f"{weight._stored_bits}, as the shape of its qzeros says"
         raise parts.refuse(f"dynamic: bits of {stem}", wanted, repr(own["bits"]))
@@ -65,13 +71,6 @@ def _require_said(parts: Parts, stem: str, weight: _Grouped, config: Config) -> 
     size = config.get("group_size")
     if all(map(weight.has_uneven_groups, [size, *sizes_of_rules(config)])):
         raise parts.refuse(f"{stem}.g_idx", f"one, for groups of {size}", "none")
-
-
-def _rule(config: Config, stem: str) -> Config:
-    """The settings that `dynamic` gives to a layer; empty for a layer that it does not name."""
-    rules = (config.get("dynamic") or {}).items()
-    named = [rule for name, rule in rules if is_start(name.removeprefix("+:"), stem)]
-    return next((rule for rule in named if isinstance(rule, dict)), {})
 
 
 def _is_ordered(given: Config) -> bool:

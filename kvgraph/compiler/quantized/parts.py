@@ -12,6 +12,7 @@ import torch
 from kvgraph.compiler.checkpoint_files import StoredTensor, misplaced
 from kvgraph.compiler.frontends.folder import Config
 from kvgraph.compiler.frontends.found_instead import INSTEAD
+from kvgraph.compiler.frontends.left_plain import is_start
 from kvgraph.compiler.values import Plain, Rows, Values
 from kvgraph.errors import ModelError, UnsupportedError
 
@@ -37,6 +38,13 @@ def sizes_of_rules(config: Config) -> list[int]:
     rules = [rule for rule in (config.get("dynamic") or {}).values() if isinstance(rule, dict)]
     sizes = [rule.get("group_size") for rule in rules]
     return [size for size in sizes if isinstance(size, int) and size > 0]
+
+
+def rule_for(config: Config, stem: str) -> Config:
+    """The settings that `dynamic` gives to a layer; empty for a layer that it does not name."""
+    rules = (config.get("dynamic") or {}).items()
+    named = [rule for name, rule in rules if is_start(name.removeprefix("+:"), stem)]
+    return next((rule for rule in named if isinstance(rule, dict)), {})
 
 
 class Refused(Values):
