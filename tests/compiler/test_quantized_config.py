@@ -347,3 +347,22 @@ def test_damaged_layers_that_the_model_lacks(
         assert "model.layers.1.mlp.up_proj." in quantized.refused(folder)
     else:
         state(folder)
+
+
+@pytest.mark.parametrize(
+    ("form", "end"),
+    [
+        ("gptq", "channel_scales"),
+        ("awq", "g_idx"),
+        ("w4a16", "pre_quant_scale"),
+        ("fp8", "smooth_scale"),
+    ],
+)
+def test_a_factor_that_no_method_reads(
+    form: str, end: str, plain: Callable[[str], Path], tmp_path: Path
+) -> None:
+    folder = quantized.make(form, plain("llama"), tmp_path / "packed")
+    tensors = load_file(folder / "model.safetensors") | {f"{DOWN}.{end}": torch.ones(96)}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    said = f"{DOWN}.{end}: expected none, got a part of {DOWN}.weight that is not read; compile the"
+    assert said in quantized.refused(folder)

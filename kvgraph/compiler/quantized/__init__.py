@@ -47,6 +47,9 @@ PACKED = (".qweight", ".weight_packed")
 SCALES = (".weight_scale", ".weight_scale_inv", ".weight.absmax", ".SCB")
 """Ends of names of scales."""
 
+FACTORS = ("scale", "scales", "g_idx")
+"""Ends of names of tensors next to a quantised weight that change what it means."""
+
 OLDER_CONFIGS = ("quantize_config.json", "quant_config.json")
 """Files in which early AutoGPTQ and AutoAWQ wrote the settings that are in config.json now."""
 
@@ -87,8 +90,9 @@ def _refused(
     that need scales."""
     made: dict[str, Values] = {}
     for name in sorted(stored.keys() - parts.taken):
-        stem, is_part, _ = name.rpartition(".weight_")
+        stem, _, own = name.rpartition(".")
         packed = next((end for end in PACKED if name.endswith(end)), None)
+        is_part = own.startswith("weight_") or own.endswith(FACTORS)
         if is_part and f"{stem}.weight" in found:
             weight, got = f"{stem}.weight", f"a part of {stem}.weight that is not read"
             error = parts.refuse(name, "none", got)
