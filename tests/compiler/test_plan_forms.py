@@ -180,12 +180,9 @@ def test_a_head_in_fewer_bits(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """From its tensors, and from the configuration alone."""
-    is_packed = quantized.is_packed
-    monkeypatch.setattr(
-        quantized,
-        "is_packed",
-        lambda name, form: is_packed(name, form) or (has_head and name == "lm_head.weight"),
-    )
+    is_packed, head = quantized.is_packed, "lm_head.weight" if has_head else ""
+    packs = lambda name, form: name == head or is_packed(name, form)  # noqa: E731
+    monkeypatch.setattr(quantized, "is_packed", packs)
     folder = quantized.make(form, plain("llama"), tmp_path / "packed")
     config = json.loads((folder / "config.json").read_text())
     config["quantization_config"] |= said
@@ -226,6 +223,7 @@ def test_forms_that_are_not_known_are_said(tmp_path: Path) -> None:
     assert said.endswith(
         "got 'W4A8_AWQ'; its weights are counted as plain, and compile may refuse them"
     )
+    assert of_8b(tmp_path, {"quant_method": "modelopt", "quant_algo": None}).warnings == []
     assert of_8b(tmp_path, {"quant_method": "mxfp4"}).warnings == [
         "quantization_config: quant_method: expected a model with experts for 'mxfp4', got one "
         "without; its weights are counted as plain"
@@ -300,6 +298,18 @@ def test_a_scheme_by_its_name_is_counted_as_plain(tmp_path: Path) -> None:
         "the scheme 'W8A8' by its name; all weights are counted as plain"
     ]
     assert found.weights == of_8b(tmp_path, None).weights
+
+
+def test_tensors_at_hand_leave_no_doubt(plain: Callable[[str], Path], tmp_path: Path) -> None:
+    folder = quantized.make("w8a8", plain("llama"), tmp_path / "packed")
+    expected = plan(folder, max_seq_len=None)
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"]["config_groups"] = {"W8A8": ["Linear"]}
+    (folder / "config.json").write_text(json.dumps(config))
+    found = plan(folder, max_seq_len=None)
+    assert (found.weights, found.warnings) == (expected.weights, [])
+    (folder / "model.safetensors").unlink()
+    assert "all weights are counted as plain" in "".join(plan(folder, max_seq_len=None).warnings)
 
 
 # -- rotary tables, the head, experts

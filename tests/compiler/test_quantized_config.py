@@ -45,6 +45,11 @@ GPTQ, AWQ, COMPRESSED = (quantized.FORMS[name][0] for name in ("gptq", "awq", "w
     [
         ("gptq", GPTQ | {"bits": 3}, "gptq: bits: expected 2, 4 or 8, got 3; "),
         (
+            "awq",
+            AWQ | {"dynamic": {"+:.*v_proj": {"bits": 8}}},
+            "awq: dynamic: bits of model.layers.0.self_attn.v_proj: expected 4, got 8; compile the",
+        ),
+        (
             "gptq",
             GPTQ | {"checkpoint_format": "marlin"},
             "checkpoint_format: expected one of ['gptq",

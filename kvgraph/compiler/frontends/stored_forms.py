@@ -120,8 +120,9 @@ def doubts_of(config: Config, *, has_experts: bool) -> Iterator[str]:
             "one without; its weights are counted as plain"
         )
     if method.startswith("modelopt"):
-        said = [str(one.get("quant_algo")) for one in _each_of_modelopt(given)]
-        for algorithm in dict.fromkeys(one for one in said if one.upper() not in MODELOPT):
+        said = [one.get("quant_algo") for one in _each_of_modelopt(given)]
+        named = [str(each) for each in said if each is not None]  # None: of a cache alone
+        for algorithm in dict.fromkeys(each for each in named if each.upper() not in MODELOPT):
             yield (
                 f"quantization_config: quant_algo: expected one of {list(MODELOPT)}, got "
                 f"{algorithm!r}; its weights are counted as plain, and compile may refuse them"
