@@ -52,19 +52,25 @@ def stored_tensors(folder: Path, wanted: Container[str] = ()) -> dict[str, Store
 
     `wanted`: names that a shard must have if the index has them.
 
-    Only headers are read, and a tensor may be in another shard than the index says. ModelError: a
-    shard is missing, truncated or damaged, two shards have the same tensor, or none has a wanted
-    one.
+    Only headers are read, and a tensor may be in another shard than the index says. Of several
+    shards with one tensor the last one counts, as in transformers, if the index names it too.
+    ModelError: a shard is missing, truncated or damaged, several shards have the same tensor, or
+    none has a wanted one.
     """
     found: dict[str, StoredTensor] = {}
+    earlier: dict[str, Path] = {}
     for path in shard_paths(folder):
         for stored in _read_header(path):
-            other = found.setdefault(stored.name, stored)
-            if other is not stored:
-                raise ModelError(
-                    f"{folder}: {stored.name}: expected one shard with this tensor, got "
-                    f"{other.path.name} and {path.name}; download the shards of one checkpoint"
-                )
+            if stored.name in found:
+                earlier[stored.name] = found[stored.name].path
+            found[stored.name] = stored
+    for name, path in earlier.items():
+        last = found[name].path
+        if last != folder / shards_of(folder).get(name, ""):
+            raise ModelError(
+                f"{folder}: {name}: expected one shard with this tensor, got {path.name} and "
+                f"{last.name}; download the shards of one checkpoint"
+            )
     for name in shards_of(folder) if wanted else ():
         if name not in found and name in wanted:
             raise misplaced(folder, name)

@@ -247,18 +247,19 @@ class _Describer:
         from kvgraph.compiler.frontends import measured
 
         model, checkpoint, left = self._opened
-        found = measured.describe(model, self.dtype, ranks, checkpoint)
+        own = checkpoint or measured.said(model, self.config)
+        found = measured.describe(model, self.dtype, ranks, own)
         doubts = doubts_of(self.config, has_experts=bool(found.experts))
-        return replace(found, notes=(*found.notes, *left, *doubts))
+        return replace(found, notes=(*found.notes, *left, *(() if checkpoint else doubts)))
 
     @cached_property
-    def _opened(self) -> tuple[huggingface.Description, Checkpoint, tuple[str, ...]]:
-        """The whole model, the forms of its parameters, and notes on tensors that are left out."""
+    def _opened(self) -> tuple[huggingface.Description, Checkpoint | None, tuple[str, ...]]:
+        """The whole model, its parameters if their tensors are at hand, and notes on tensors that
+        are left out."""
         from kvgraph.compiler.frontends import huggingface, measured
         from kvgraph.compiler.frontends.left_over import notes_of
 
         model = huggingface.describe(self.folder, self.dtype)
         located = measured.located(model, self.folder, self.config)
         measured.untie(model, located.apart)
-        checkpoint = located.checkpoint or measured.said(model, self.config)
-        return model, checkpoint, notes_of(located.left)
+        return model, located.checkpoint, notes_of(located.left)

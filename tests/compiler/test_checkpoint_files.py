@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 
 import kvgraph
@@ -119,6 +120,13 @@ def test_a_tensor_in_two_shards(folder: Path) -> None:
         f"{folder}: {name}: expected one shard with this tensor, got a.safetensors and "
         "b.safetensors; download the shards of one checkpoint"
     )
+    shards[name] = "b.safetensors"  # as transformers takes it: from the last shard
+    (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": shards}))
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(folder).state_dict()[name]
+    assert torch.equal(loaded, tensors[name] * 2)
+    found = streamed(folder).checkpoint.values  # type: ignore[attr-defined]
+    (read,) = (values.read() for own, values in found.items() if own.endswith(name))
+    assert torch.equal(read, loaded)
 
 
 @pytest.mark.parametrize(

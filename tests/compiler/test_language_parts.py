@@ -17,6 +17,7 @@ from kvgraph.compiler import pipeline
 from kvgraph.compiler.check.reference import eager, transformers_logits
 from kvgraph.compiler.frontends import huggingface
 from kvgraph.compiler.frontends.folder import checkpoint_dtype
+from tests.support import quantized
 from tests.support.models import COMMON, greedy_tokens, make_model
 
 VISION: dict[str, Any] = {
@@ -251,3 +252,25 @@ def test_tokens_are_those_of_the_whole_model(tmp_path: Path) -> None:
     with kvgraph.Engine(tmp_path / "out") as engine:
         (made,) = engine.generate([prompt], sampling)
     assert made.token_ids == greedy_tokens(whole, prompt, 12)
+
+
+def test_other_parts_may_be_quantised_in_a_form_that_is_not_read(tmp_path: Path) -> None:
+    make("qwen2_5_vl", tmp_path / "plain")
+    tensors, meant = load_file(tmp_path / "plain" / "model.safetensors"), {}
+    for name in [name for name in tensors if name.endswith("_proj.weight")]:
+        weight = tensors.pop(name)
+        parts, number = quantized.fp8(weight.float(), (32, 32))
+        tensors |= {name.removesuffix("weight") + end: part for end, part in parts.items()}
+        meant[name] = number
+        if "visual" in name:
+            tensors[f"{name}_scale_inv"] = torch.ones(3, 3, 3)
+    names = [name for name in tensors if "visual" in name and name.endswith("qkv.weight")]
+    assert names
+    tensors |= {name: tensors[name].to(torch.int8) for name in names}
+    tensors |= {name.replace("weight", "qweight"): torch.ones(2, 2).int() for name in names}
+    config = {"quant_method": "fp8", "weight_block_size": [32, 32]}
+    quantized.save(tmp_path / "plain", tmp_path / "packed", tensors, config)
+    found = filled(tmp_path / "packed").module.state_dict()
+    up = next(name for name in meant if "visual" not in name and "layers.0.mlp.up_proj" in name)
+    (weight,) = (found[name] for name in found if name.endswith("layers.0.mlp.up_proj.weight"))
+    assert torch.equal(weight, meant[up])

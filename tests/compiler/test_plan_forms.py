@@ -158,6 +158,45 @@ def test_layers_whose_tensors_are_plain(
     assert found.weights == pytest.approx(held_bytes(out), rel=0.003)
 
 
+HEADS: list[tuple[str, dict[str, Any], bool]] = [
+    ("gptq", {"lm_head": True}, True),
+    ("gptq", {}, False),
+    ("awq", {}, False),
+    ("w4a16", {}, True),
+    ("w4a16", {"ignore": ["lm_head"]}, False),
+    ("fp8", {}, False),
+    ("mxfp4-modelopt", {}, True),
+    ("mxfp4-modelopt", {"exclude_modules": ["lm_head"]}, False),
+]
+
+
+@pytest.mark.parametrize(("form", "said", "has_head"), HEADS)
+def test_a_head_in_fewer_bits(
+    form: str,
+    said: dict[str, Any],
+    has_head: bool,
+    plain: Callable[[str], Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """From its tensors, and from the configuration alone."""
+    is_packed, head = quantized.is_packed, "lm_head.weight" if has_head else ""
+    packs = lambda name, form: name == head or is_packed(name, form)  # noqa: E731
+    monkeypatch.setattr(quantized, "is_packed", packs)
+    folder = quantized.make(form, plain("llama"), tmp_path / "packed")
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] |= said
+    (folder / "config.json").write_text(json.dumps(config))
+    out = tmp_path / "out"
+    settings = {"target": "cpu", "memory": 1 << 30, "max_seq_len": None}
+    kvgraph.compile(folder, out, backend="torch", weights="stored", check=False)
+    plans = [plan(folder, **settings)]
+    (folder / "model.safetensors").unlink()
+    plans += [plan(folder, **settings)]
+    for found in plans:
+        assert found.weights == pytest.approx(held_bytes(out), rel=0.003)
+
+
 def test_what_a_compile_cannot_read_is_refused_with_its_sentence(
     plain: Callable[[str], Path], tmp_path: Path
 ) -> None:
@@ -184,6 +223,7 @@ def test_forms_that_are_not_known_are_said(tmp_path: Path) -> None:
     assert said.endswith(
         "got 'W4A8_AWQ'; its weights are counted as plain, and compile may refuse them"
     )
+    assert of_8b(tmp_path, {"quant_method": "modelopt", "quant_algo": None}).warnings == []
     assert of_8b(tmp_path, {"quant_method": "mxfp4"}).warnings == [
         "quantization_config: quant_method: expected a model with experts for 'mxfp4', got one "
         "without; its weights are counted as plain"
@@ -258,6 +298,18 @@ def test_a_scheme_by_its_name_is_counted_as_plain(tmp_path: Path) -> None:
         "the scheme 'W8A8' by its name; all weights are counted as plain"
     ]
     assert found.weights == of_8b(tmp_path, None).weights
+
+
+def test_tensors_at_hand_leave_no_doubt(plain: Callable[[str], Path], tmp_path: Path) -> None:
+    folder = quantized.make("w8a8", plain("llama"), tmp_path / "packed")
+    expected = plan(folder, max_seq_len=None)
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"]["config_groups"] = {"W8A8": ["Linear"]}
+    (folder / "config.json").write_text(json.dumps(config))
+    found = plan(folder, max_seq_len=None)
+    assert (found.weights, found.warnings) == (expected.weights, [])
+    (folder / "model.safetensors").unlink()
+    assert "all weights are counted as plain" in "".join(plan(folder, max_seq_len=None).warnings)
 
 
 # -- rotary tables, the head, experts

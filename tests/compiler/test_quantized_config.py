@@ -45,6 +45,11 @@ GPTQ, AWQ, COMPRESSED = (quantized.FORMS[name][0] for name in ("gptq", "awq", "w
     [
         ("gptq", GPTQ | {"bits": 3}, "gptq: bits: expected 2, 4 or 8, got 3; "),
         (
+            "awq",
+            AWQ | {"dynamic": {"+:.*v_proj": {"bits": 8}}},
+            "awq: dynamic: bits of model.layers.0.self_attn.v_proj: expected 4, got 8; compile the",
+        ),
+        (
             "gptq",
             GPTQ | {"checkpoint_format": "marlin"},
             "checkpoint_format: expected one of ['gptq",
@@ -119,7 +124,7 @@ GPTQ, AWQ, COMPRESSED = (quantized.FORMS[name][0] for name in ("gptq", "awq", "w
             (
                 form,
                 with_bits(bits, form),
-                f"down_proj: expected {read}, as the shape of its {SHAPE}{bits}; ",
+                f"_proj: expected {read}, as the shape of its {SHAPE}{bits}; ",
             )
             for form, read, bits in (
                 ("w8a16", 8, 7),
@@ -128,7 +133,7 @@ GPTQ, AWQ, COMPRESSED = (quantized.FORMS[name][0] for name in ("gptq", "awq", "w
                 ("mxfp4-packed", 4, 6),
             )
         ),
-        ("fp8-group", in_groups_of(48, "fp8-group"), "from the tensors beside it, got [64, 3]: "),
+        ("fp8-group", in_groups_of(48, "fp8-group"), "from the tensors beside it, got [64, 2]: "),
     ],
 )
 def test_forms_that_are_not_read(
@@ -285,6 +290,29 @@ def test_blocks_of_two_sizes(
     assert torch.equal(weight, meant)
 
 
+def test_blocks_of_two_sizes_in_rules(plain: Callable[[str], Path], tmp_path: Path) -> None:
+    """GPTQModel's: scales of both sizes have one shape, so only the rule tells them apart."""
+    folder = quantized.make("fp8-inverse", plain("llama"), tmp_path / "packed")
+    tensors = load_file(folder / "model.safetensors")
+    weight = load_file(plain("llama") / "model.safetensors")[f"{DOWN}.weight"].float()
+    parts, meant = quantized.fp8(weight * torch.linspace(0.1, 8, weight.shape[1]), (64, 56))
+    inverse = 1 / parts["weight_scale_inv"]
+    meant = parts["weight"].float() * (1 / inverse).repeat_interleave(56, 1)[:, :96]
+    tensors |= {f"{DOWN}.weight": parts["weight"], f"{DOWN}.weight_scale_inv": inverse}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"]["weight_block_size"] = [64, 48]
+    rule = {"weight_block_size": [64, 56], "weight_scale_method": "block"}
+    config["quantization_config"]["dynamic"] = {r"+:.*\.0\.mlp\.down_proj": rule}
+    (folder / "config.json").write_text(json.dumps(config))
+    (weight,) = (each for name, each in state(folder).items() if f"{DOWN}.weight" in name)
+    assert torch.equal(weight, meant)
+    rule["weight_scale_semantics"] = "plain"
+    (folder / "config.json").write_text(json.dumps(config))
+    said = "weight_scale_semantics: expected 'inverse', got 'plain'; "
+    assert said in quantized.refused(folder)
+
+
 def test_blocks_of_two_sizes_for_one_layer(plain: Callable[[str], Path], tmp_path: Path) -> None:
     with_blocks(plain("llama"), tmp_path / "packed", (64, 56), "Linear")
     assert "block_structure of model.layers.0" in (said := quantized.refused(tmp_path / "packed"))
@@ -304,6 +332,42 @@ def test_draft_layers_may_be_in_another_form(
     save_file(tensors, path, metadata={"format": "pt"})
     found = huggingface.load(folder, "float32")
     assert not [note for note in found.notes if "mtp" in note]
-    tensors["model.proj.weight"] = tensors.pop("mtp.proj.weight")
+    tensors["model.layers.2.proj.weight"] = tensors.pop("mtp.proj.weight")
     save_file(tensors, path, metadata={"format": "pt"})
-    assert "model.proj.weight: expected numbers that" in quantized.refused(folder)
+    assert "no place in the model for" in "".join(huggingface.load(folder, "float32").notes)
+
+
+@pytest.mark.parametrize("form", ["awq", "fp8", "gptq", "nvfp4", "nvfp4-packed", "w4a16", "w8a8"])
+@pytest.mark.parametrize("layer", [1, 2])
+def test_damaged_layers_that_the_model_lacks(
+    layer: int, form: str, plain: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """A third layer of two drafts tokens (DeepSeek, GLM): nothing of it is needed."""
+    folder = quantized.make(form, plain("llama"), tmp_path / "packed")
+    tensors, stem = load_file(folder / "model.safetensors"), "model.layers.1.mlp.up_proj."
+    for name in [name for name in tensors if name.startswith(stem) and tensors[name].dim() > 1]:
+        tensors[name.replace("layers.1", f"layers.{layer}")] = tensors[name][1:].clone()
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    if layer == 1:
+        assert "model.layers.1.mlp.up_proj." in quantized.refused(folder)
+    else:
+        state(folder)
+
+
+@pytest.mark.parametrize(
+    ("form", "end"),
+    [
+        ("gptq", "channel_scales"),
+        ("awq", "g_idx"),
+        ("w4a16", "pre_quant_scale"),
+        ("fp8", "smooth_scale"),
+    ],
+)
+def test_a_factor_that_no_method_reads(
+    form: str, end: str, plain: Callable[[str], Path], tmp_path: Path
+) -> None:
+    folder = quantized.make(form, plain("llama"), tmp_path / "packed")
+    tensors = load_file(folder / "model.safetensors") | {f"{DOWN}.{end}": torch.ones(96)}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    said = f"{DOWN}.{end}: expected none, got a part of {DOWN}.weight that is not read; compile the"
+    assert said in quantized.refused(folder)

@@ -40,3 +40,30 @@ def test_weights_are_transposed(
         assert torch.equal(found[0], weight), name
     if packed is LAYERS:
         kvgraph.compile(tmp_path / "packed", tmp_path / "out", page_size=16)
+
+
+FORMS = ["w4a16", "w4a16-zero-points", "w8a8", "w8a16-channel", "fp8-channel", "fp8-block", "fp8"]
+
+
+@pytest.mark.parametrize("form", [*FORMS, "mxfp4-packed", "nvfp4", "nvfp4-packed", "mxfp8"])
+@pytest.mark.parametrize("packed", [LAYERS, SQUARE])
+def test_other_methods_pack_weights_as_the_layer_has_them(
+    packed: tuple[str, ...], form: str, plain: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """compressed-tensors and others know no inputs: groups are of the last dim, here outputs."""
+    config, pack = quantized.FORMS[form]
+    stored, wanted = {}, {}
+    for name, weight in load_file(plain("gpt2") / "model.safetensors").items():
+        stored[name] = weight
+        if name.endswith(packed):
+            parts, wanted[name] = pack(weight.float())
+            del stored[name]
+            stored |= {name.removesuffix("weight") + end: part for end, part in parts.items()}
+    quantized.save(plain("gpt2"), tmp_path / "packed", stored, config)
+    state = huggingface.load(tmp_path / "packed", "float32").module.state_dict()
+    for name, weight in wanted.items():
+        found = [each for key, each in state.items() if key.endswith(name)]
+        assert len(found) == 1
+        assert torch.equal(found[0], weight), name
+    if packed is LAYERS and form in ("w4a16", "w8a8"):
+        kvgraph.compile(tmp_path / "packed", tmp_path / "out", page_size=16)

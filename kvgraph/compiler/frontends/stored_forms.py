@@ -73,8 +73,8 @@ class StoredForms:
 
 
 def stored_forms(config: Config, names: Sequence[str] = ()) -> StoredForms:
-    """The stored forms of a quantised checkpoint. If its configuration names several forms, the one
-    with the most bits is taken.
+    """The stored forms of a quantised checkpoint, without the lists of layers that stay plain. If
+    its configuration names several forms, the one with the most bits is taken.
 
     `names`: names of a layer, or of parts of it; forms that the configuration gives to other layers
     alone do not count.
@@ -83,19 +83,31 @@ def stored_forms(config: Config, names: Sequence[str] = ()) -> StoredForms:
     if given.get("quant_method") == "mxfp4":
         return StoredForms(PLAIN, Form(4, MXFP4_GROUP, E2M1))
     if str(given.get("quant_method")).endswith("fp8"):
-        form = _of_float8(given.get("weight_block_size"))
-        return StoredForms(form, form)
+        forms = [_of_float8(one.get("weight_block_size")) for one in _settings(given, names)]
+        widest = max(forms, key=lambda form: form.bits)
+        return StoredForms(widest, widest)
     if str(given.get("quant_method")).startswith("modelopt"):
         forms = [_of_modelopt(one) for one in _each_of_modelopt(given, names)]
         widest = max(forms, key=lambda form: form.bits, default=PLAIN)
-        return StoredForms(widest, widest)
+        return StoredForms(widest, widest, widest)
     packing = given.get("format")
     if given.get("config_groups"):
         forms = [_of_group(one, packing) for one in _groups(given, names)]
     else:
         forms = [_form(one, str(packing)) for one in _settings(given, names)]
     widest = max(forms, key=lambda form: form.bits, default=PLAIN)
-    return StoredForms(widest, widest)
+    return StoredForms(widest, widest, widest if _has_head(given, names) else PLAIN)
+
+
+def _has_head(given: Config, names: Sequence[str]) -> bool:
+    """Whether a configuration of compressed-tensors, GPTQ or AWQ is for the output projection too.
+
+    compressed-tensors says of what it is not for, the others of what they are for.
+    """
+    if given.get("quant_method") == "compressed-tensors" or given.get("config_groups"):
+        return True
+    of_layers = given.get("extra_config") or {}  # auto-round's
+    return bool(given.get("lm_head")) or any(name in of_layers for name in names)
 
 
 def doubts_of(config: Config, *, has_experts: bool) -> Iterator[str]:
@@ -108,8 +120,9 @@ def doubts_of(config: Config, *, has_experts: bool) -> Iterator[str]:
             "one without; its weights are counted as plain"
         )
     if method.startswith("modelopt"):
-        said = [str(one.get("quant_algo")) for one in _each_of_modelopt(given)]
-        for algorithm in dict.fromkeys(one for one in said if one.upper() not in MODELOPT):
+        said = [one.get("quant_algo") for one in _each_of_modelopt(given)]
+        named = [str(each) for each in said if each is not None]  # None: of a cache alone
+        for algorithm in dict.fromkeys(each for each in named if each.upper() not in MODELOPT):
             yield (
                 f"quantization_config: quant_algo: expected one of {list(MODELOPT)}, got "
                 f"{algorithm!r}; its weights are counted as plain, and compile may refuse them"
@@ -123,7 +136,7 @@ def doubts_of(config: Config, *, has_experts: bool) -> Iterator[str]:
 
 
 def _settings(given: Config, names: Sequence[str]) -> Iterator[Config]:
-    """The settings of all layers, and those that rules of GPTQ's `dynamic` give to some; with
+    """The settings of all layers, and those that rules of GPTQModel's `dynamic` give to some; with
     `names` those of that layer."""
     rules = {
         pattern.removeprefix("+:"): rule

@@ -13,7 +13,6 @@ from pathlib import Path
 from kvgraph.compiler.checkpoint_files import StoredTensor, shards_of
 from kvgraph.compiler.frontends.folder import Config, quantization
 from kvgraph.compiler.frontends.found_instead import INSTEAD
-from kvgraph.compiler.frontends.left_over import DRAFTS
 from kvgraph.compiler.quantized import (
     activations,
     awq,
@@ -23,7 +22,7 @@ from kvgraph.compiler.quantized import (
     modelopt,
     mxfp4,
 )
-from kvgraph.compiler.quantized.parts import LEFT, Parts
+from kvgraph.compiler.quantized.parts import LEFT, Parts, Refused
 from kvgraph.compiler.values import TORCH_DTYPES, Plain, Values
 from kvgraph.errors import UnsupportedError
 
@@ -48,6 +47,9 @@ PACKED = (".qweight", ".weight_packed")
 SCALES = (".weight_scale", ".weight_scale_inv", ".weight.absmax", ".SCB")
 """Ends of names of scales."""
 
+FACTORS = ("scale", "scales", "g_idx")
+"""Ends of names of tensors next to a quantised weight that change what it means."""
+
 OLDER_CONFIGS = ("quantize_config.json", "quant_config.json")
 """Files in which early AutoGPTQ and AutoAWQ wrote the settings that are in config.json now."""
 
@@ -57,9 +59,9 @@ def weights_of(
 ) -> tuple[dict[str, Values], str]:
     """Values of the checkpoint's weights by their names, and text for their quantised form.
 
-    The text is empty for a plain checkpoint.
-    ModelError: tensors do not fit each other. UnsupportedError: the form cannot be read; the
-    message says which forms can.
+    The text is empty for a plain checkpoint. A weight whose tensors cannot be read raises its error
+    once its shape, dtype or numbers are asked for.
+    UnsupportedError: the form of all weights cannot be read; the message says which forms can.
     """
     readable = {k: each for k, each in stored.items() if each.dtype in TORCH_DTYPES}
     given = quantization(config)
@@ -72,30 +74,47 @@ def weights_of(
     parts = Parts(folder, method, readable, unread, shards_of(folder))
     parts.taken.update(name for name in readable if name.endswith(LEFT))
     found = METHODS[method](parts, given)
+    others = {name: Plain(each) for name, each in readable.items() if name not in parts.taken}
+    found |= _refused(parts, found, stored)
     x_bits = activations.bits(given)
     for each in found.values():
         each.x_bits = x_bits
-    _require_whole(parts, found)
-    left = {k: each for k, each in stored.items() if k not in parts.taken and not DRAFTS.match(k)}
-    _require_scales(folder, left)
-    others = {name: Plain(each) for name, each in readable.items() if name not in parts.taken}
     unused = f"in no quantised form, though quantization_config says {method}"
     return {**others, **found}, parts.text if found else unused
 
 
-def _require_whole(parts: Parts, found: Mapping[str, Values]) -> None:
-    """Raise UnsupportedError if a weight has a part that its method does not read."""
-    for name in sorted({*parts.stored, *parts.unread} - parts.taken):
-        stem, is_part, _ = name.rpartition(".weight_")
+def _refused(
+    parts: Parts, found: Mapping[str, Values], stored: Mapping[str, StoredTensor]
+) -> dict[str, Values]:
+    """The weights of tensors that no method has read: parts of a weight in `found`, and numbers
+    that need scales."""
+    made: dict[str, Values] = {}
+    for name in sorted(stored.keys() - parts.taken):
+        stem, _, own = name.rpartition(".")
+        packed = next((end for end in PACKED if name.endswith(end)), None)
+        is_part = own.startswith("weight_") or own.endswith(FACTORS)
         if is_part and f"{stem}.weight" in found:
-            raise parts.refuse(name, "none", f"a part of {stem}.weight that is not read")
+            weight, got = f"{stem}.weight", f"a part of {stem}.weight that is not read"
+            error = parts.refuse(name, "none", got)
+        elif _needs_scales(stored[name]):
+            weight = name if packed is None else f"{name.removesuffix(packed)}.weight"
+            error = _without_scales(parts.folder, name, stored[name].dtype)
+        else:
+            continue
+        if not isinstance(found.get(weight), Refused):
+            made.setdefault(weight, Refused(f"{parts.folder}: {weight}", error))
+    return made
 
 
-def _require_scales(folder: Path, others: Mapping[str, StoredTensor]) -> None:
-    """Raise UnsupportedError if a tensor that no method has read needs scales."""
-    for name, each in sorted(others.items()):
-        has_scales = each.dtype in WITH_SCALES and len(each.shape) > 1
-        if has_scales or name.endswith(PACKED):
+def _needs_scales(stored: StoredTensor) -> bool:
+    has_scales = stored.dtype in WITH_SCALES and len(stored.shape) > 1
+    return has_scales or stored.name.endswith(PACKED)
+
+
+def _require_scales(folder: Path, stored: Mapping[str, StoredTensor]) -> None:
+    """Raise UnsupportedError if a tensor of a plain checkpoint needs scales."""
+    for name, each in sorted(stored.items()):
+        if _needs_scales(each):
             raise _without_scales(folder, name, each.dtype)
 
 

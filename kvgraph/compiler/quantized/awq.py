@@ -10,12 +10,13 @@ The layout of AutoAWQ's "gemm" version, for a weight of N outputs and K inputs i
 from __future__ import annotations
 
 from collections.abc import Collection
+from functools import partial
 
 import torch
 
 from kvgraph.compiler.frontends.folder import Config, first_of
 from kvgraph.compiler.quantized.integers import Integers
-from kvgraph.compiler.quantized.parts import Parts, read_finite, sizes_of_rules, unpack
+from kvgraph.compiler.quantized.parts import Parts, read_finite, rule_for, sizes_of_rules, unpack
 from kvgraph.compiler.values import Plain, Rows, Values
 
 BITS = 4
@@ -37,16 +38,23 @@ def weights(parts: Parts, config: Config) -> dict[str, Values]:
     size = first_of(config, "group_size", "q_group_size")
     sizes = [size] if isinstance(size, int) and size > 0 else []  # -1: whole rows
     sizes += sizes_of_rules(config)
-    found: dict[str, Values] = {
-        f"{stem}.weight": _weight(parts, stem, sizes) for stem in parts.stems(".qweight")
+    found = {
+        name: parts.read(name, partial(_weight, parts, stem, sizes, rule_for(config, stem)))
+        for stem in parts.stems(".qweight")
+        for name in [f"{stem}.weight"]
     }
     for stem in parts.stems(".scales"):
-        if (name := f"{stem}.scales") not in parts.taken:
-            raise parts.refuse(name, "scales of weights alone", "scales of an activation")
+        if f"{stem}.weight" not in found:
+            raise parts.refuse(
+                f"{stem}.scales", "scales of weights alone", "scales of an activation"
+            )
     return found
 
 
-def _weight(parts: Parts, stem: str, sizes: Collection[int]) -> Values:
+def _weight(parts: Parts, stem: str, sizes: Collection[int], own: Config) -> Values:
+    """One weight. `own`: the settings that `dynamic` gives to it alone."""
+    if own.get("bits") not in (None, BITS):
+        raise parts.refuse(f"dynamic: bits of {stem}", str(BITS), repr(own["bits"]))
     packed = parts.take(f"{stem}.qweight", stem)
     zeros, scales = (parts.take(f"{stem}.{n}", packed.stored.name) for n in ("qzeros", "scales"))
     for part in (packed, zeros):

@@ -18,6 +18,8 @@ has its own dtype.
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 
 from kvgraph.compiler.frontends.folder import Config, block_of
@@ -30,6 +32,7 @@ from kvgraph.compiler.values import Plain, Rows, Values
 from kvgraph.errors import ModelError
 
 BITS = (2, 4, 8)
+PACKED, SCALE = ".weight_packed", ".weight_scale"
 ZERO_POINTS = (torch.int8, torch.int32, torch.int64)
 DENSE = (None, "dense")
 UNREAD = ("mxfp6-pack-quantized",)
@@ -49,15 +52,21 @@ def weights(parts: Parts, config: Config) -> dict[str, Values]:
     for form in _formats(config):
         if form in UNREAD:
             raise parts.refuse("format", "FP4, FP8 or integers", repr(form))
-    found: dict[str, Values] = {}
-    for stem in parts.stems(".weight_packed"):
-        found[f"{stem}.weight"] = _packed(parts, stem, _sizes(config, stem), _bits(config, stem))
-    for stem in parts.stems(".weight_scale"):
-        name = f"{stem}.weight"
-        if name not in found:
-            block = _block(parts, config, stem)
-            found[name] = _scaled(parts, stem, _sizes(config, stem), block)
-        _require_parts(parts, stem, config)
+    stems = {*parts.stems(PACKED), *parts.stems(SCALE)}
+    return {
+        name: parts.read(name, partial(_weight, parts, stem, config))
+        for stem in sorted(stems)
+        for name in [f"{stem}.weight"]
+    }
+
+
+def _weight(parts: Parts, stem: str, config: Config) -> Values:
+    sizes = _sizes(config, stem)
+    if f"{stem}{PACKED}" in parts.stored:
+        found = _packed(parts, stem, sizes, _bits(config, stem))
+    else:
+        found = _scaled(parts, stem, sizes, _block(parts, config, stem))
+    _require_parts(parts, stem, config)
     return found
 
 

@@ -13,12 +13,20 @@ Some layers may have other bits or another group size than the rest; `dynamic` s
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 
 from kvgraph.compiler.frontends.folder import Config
-from kvgraph.compiler.frontends.left_plain import is_start
 from kvgraph.compiler.quantized.integers import Integers
-from kvgraph.compiler.quantized.parts import Parts, group_size, read_finite, sizes_of_rules, unpack
+from kvgraph.compiler.quantized.parts import (
+    Parts,
+    group_size,
+    read_finite,
+    rule_for,
+    sizes_of_rules,
+    unpack,
+)
 from kvgraph.compiler.values import Plain, Rows, Values
 
 BITS = (2, 4, 8)
@@ -36,29 +44,33 @@ def weights(parts: Parts, config: Config) -> dict[str, Values]:
     for name in ("rotation", "is_marlin_format"):
         if config.get(name):
             raise parts.refuse(name, "none", repr(config[name]))
+
+    def weight(stem: str) -> Values:
+        found = _weight(parts, stem, bits, LESS[form])
+        _require_said(parts, stem, found, config)
+        return found
+
+    return {
+        name: parts.read(name, partial(weight, stem))
+        for stem in parts.stems(".qweight")
+        for name in [f"{stem}.weight"]
+    }
+
+
+def _require_said(parts: Parts, stem: str, weight: _Grouped, config: Config) -> None:
+    """Raise UnsupportedError if the configuration says other bits of a weight, or an order of
+    inputs or groups that its tensors lack."""
+    own = rule_for(config, stem)
+    if own.get("bits") not in (None, weight._stored_bits):
+        wanted = f"{weight._stored_bits}, as the shape of its qzeros says"
+        raise parts.refuse(f"dynamic: bits of {stem}", wanted, repr(own["bits"]))
+    is_ordered = weight._groups > 1 and _is_ordered({**config, **own})
+    if is_ordered and weight._index is None:
+        got = "one that is not filled in" if f"{stem}.g_idx" in parts.stored else "none"
+        raise parts.refuse(f"{stem}.g_idx", "one, as desc_act says", got)
     size = config.get("group_size")
-    sizes = [size, *sizes_of_rules(config)]
-    found: dict[str, Values] = {}
-    for stem in list(parts.stems(".qweight")):
-        found[f"{stem}.weight"] = weight = _weight(parts, stem, bits, LESS[form])
-        own = _rule(config, stem)
-        if own.get("bits") not in (None, weight._stored_bits):
-            wanted = f"{weight._stored_bits}, as the shape of its qzeros says"
-            raise parts.refuse(f"dynamic: bits of {stem}", wanted, repr(own["bits"]))
-        is_ordered = weight._groups > 1 and _is_ordered({**config, **own})
-        if is_ordered and weight._index is None:
-            got = "one that is not filled in" if f"{stem}.g_idx" in parts.stored else "none"
-            raise parts.refuse(f"{stem}.g_idx", "one, as desc_act says", got)
-        if all(map(weight.has_uneven_groups, sizes)):
-            raise parts.refuse(f"{stem}.g_idx", f"one, for groups of {size}", "none")
-    return found
-
-
-def _rule(config: Config, stem: str) -> Config:
-    """The settings that `dynamic` gives to a layer; empty for a layer that it does not name."""
-    rules = (config.get("dynamic") or {}).items()
-    named = [rule for name, rule in rules if is_start(name.removeprefix("+:"), stem)]
-    return next((rule for rule in named if isinstance(rule, dict)), {})
+    if all(map(weight.has_uneven_groups, [size, *sizes_of_rules(config)])):
+        raise parts.refuse(f"{stem}.g_idx", f"one, for groups of {size}", "none")
 
 
 def _is_ordered(given: Config) -> bool:

@@ -15,6 +15,8 @@ Scales of activations and of a cache are ignored, as in compressed_tensors.py.
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 
 from kvgraph.compiler.frontends.folder import Config
@@ -26,7 +28,7 @@ from kvgraph.ops.packed import MXFP4_GROUP, NVFP4_GROUP
 BLOCK = (128, 128)
 UNREAD = ("NVFP4_AWQ", "W4A8_NVFP4_FP8")
 """Algorithms that are refused by name: one scales activations, one has groups of 32."""
-STACKED = "_weight_scale"
+SCALE, STACKED = ".weight_scale", "_weight_scale"
 REFUSED = {
     ".pre_quant_scale": "scales that activations are multiplied by",
     ".svdquant_lora_a": "a part of low rank",
@@ -39,11 +41,16 @@ def weights(parts: Parts, config: Config) -> dict[str, Values]:
     algorithm = str(config.get("quant_algo"))
     if algorithm.upper() in UNREAD:
         raise parts.refuse("quant_algo", "NVFP4, MXFP4, FP8 or MXFP8", repr(algorithm))
+    makers = {f"{stem}.weight": partial(_weight, parts, stem) for stem in parts.stems(SCALE)}
+    makers |= {name: partial(_stacked, parts, name) for name in parts.stems(STACKED)}
     for end, what in REFUSED.items():
         for stem in parts.stems(end):
-            raise parts.refuse(f"{stem}{end}", "none", what)
-    found = {f"{stem}.weight": _weight(parts, stem) for stem in parts.stems(".weight_scale")}
-    return found | {name: _stacked(parts, name) for name in parts.stems(STACKED)}
+            makers[f"{stem}.weight"] = partial(_refused, parts, f"{stem}{end}", what)
+    return {name: parts.read(name, make) for name, make in makers.items()}
+
+
+def _refused(parts: Parts, name: str, what: str) -> Values:
+    raise parts.refuse(name, "none", what)
 
 
 def _stacked(parts: Parts, name: str) -> Values:

@@ -8,6 +8,8 @@ The model's parameter X is `[experts, K, N]`. (OCP Microscaling Formats, version
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 
 from kvgraph.compiler.frontends.folder import Config
@@ -19,14 +21,17 @@ BLOCK_BYTES = 16
 
 
 def weights(parts: Parts, config: Config) -> dict[str, Values]:
-    found: dict[str, Values] = {}
-    for stem in parts.stems("_blocks"):
-        numbers = parts.take(f"{stem}_blocks", stem)
-        scales = parts.take(f"{stem}_scales", numbers.stored.name)
-        for part in (numbers, scales):
-            parts.require_dtype(part, torch.uint8)
-        parts.require_matrices(scales)
-        parts.require_shape(numbers, (*scales.shape, BLOCK_BYTES))
-        parts.kinds.add("4 bits in groups of 32")
-        found[stem] = FourBits(numbers, scales, transposed=True)
-    return found
+    return {
+        stem: parts.read(stem, partial(_weight, parts, stem)) for stem in parts.stems("_blocks")
+    }
+
+
+def _weight(parts: Parts, stem: str) -> Values:
+    numbers = parts.take(f"{stem}_blocks", stem)
+    scales = parts.take(f"{stem}_scales", numbers.stored.name)
+    for part in (numbers, scales):
+        parts.require_dtype(part, torch.uint8)
+    parts.require_matrices(scales)
+    parts.require_shape(numbers, (*scales.shape, BLOCK_BYTES))
+    parts.kinds.add("4 bits in groups of 32")
+    return FourBits(numbers, scales, transposed=True)

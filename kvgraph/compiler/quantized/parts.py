@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NoReturn
 
 import torch
 
 from kvgraph.compiler.checkpoint_files import StoredTensor, misplaced
 from kvgraph.compiler.frontends.folder import Config
 from kvgraph.compiler.frontends.found_instead import INSTEAD
-from kvgraph.compiler.values import Plain
+from kvgraph.compiler.frontends.left_plain import is_start
+from kvgraph.compiler.values import Plain, Rows, Values
 from kvgraph.errors import ModelError, UnsupportedError
 
 EXPONENT_BIAS = 127
@@ -38,6 +40,29 @@ def sizes_of_rules(config: Config) -> list[int]:
     return [size for size in sizes if isinstance(size, int) and size > 0]
 
 
+def rule_for(config: Config, stem: str) -> Config:
+    """The settings that `dynamic` gives to a layer; empty for a layer that it does not name."""
+    rules = (config.get("dynamic") or {}).items()
+    named = [rule for name, rule in rules if is_start(name.removeprefix("+:"), stem)]
+    return next((rule for rule in named if isinstance(rule, dict)), {})
+
+
+class Refused(Values):
+    """A weight that cannot be read. `error` is raised for its shape, its dtype and its numbers.
+
+    So the weights of layers that the model does not have refuse no checkpoint.
+    """
+
+    def __init__(self, where: str, error: ModelError | UnsupportedError) -> None:
+        self.where, self._error = where, error
+
+    def __getattr__(self, name: str) -> NoReturn:  # shape and dtype, which it never gets
+        raise self._error
+
+    def open(self) -> Rows:
+        raise self._error
+
+
 @dataclass
 class Parts:
     """The stored tensors of a checkpoint. `taken`: names of those that were read as parts of a
@@ -62,6 +87,13 @@ class Parts:
         """Names of tensors that end with `suffix`, without it, in order."""
         names = (name for name in sorted(self.stored) if name.endswith(suffix))
         return (name.removesuffix(suffix) for name in names)
+
+    def read(self, name: str, make: Callable[[], Values]) -> Values:
+        """The values of the weight `name`, from `make`; a refused weight if it raises."""
+        try:
+            return make()
+        except (ModelError, UnsupportedError) as error:
+            return Refused(f"{self.folder}: {name}", error)
 
     def find(self, name: str) -> Plain | None:
         """The tensor `name`, marked as taken; None if it is not stored.
