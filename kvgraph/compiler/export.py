@@ -282,14 +282,19 @@ def _require_logits(program: ExportedProgram, signature: GraphSignature) -> None
     results = program.graph.output_node().args[0]
     value = results[0].meta["val"]
     logits = signature.outputs[0]
-    dtype, shape = str(value.dtype).removeprefix("torch."), list(value.shape)
-    inputs = inputs_of(program, signature)
-    rows = next(n.meta["val"].shape[0] for n, s in inputs.items() if s.name == "logits_indices")
-    is_matrix = dtype == logits.dtype and len(shape) == 2 and shape[1] == logits.shape[1]
-    if not is_matrix or str(shape[0]) != str(rows):
+    dims = {
+        str(extent): dim
+        for node, symbol in inputs_of(program, signature).items()
+        for extent, dim in zip(node.meta["val"].shape, symbol.shape, strict=True)
+        if isinstance(dim, str)
+    }
+    dtype = str(value.dtype).removeprefix("torch.")
+    shape = [dims.get(str(extent), extent) for extent in value.shape]
+    if dtype != logits.dtype or shape != list(logits.shape):
         raise UnsupportedError(
             f"logits: expected {logits.dtype} {list(logits.shape)} from the signature, "
-            f"got {dtype} {shape} from the module"
+            f"got {dtype} {shape} from the module; return a row of vocab_size logits for each "
+            "of logits_indices"
         )
 
 

@@ -168,7 +168,7 @@ def test_what_does_not_fit_is_said(
 @pytest.mark.parametrize(
     ("module", "got"),
     [
-        (EveryToken, "got float32 [s"),
+        (EveryToken, "got float32 ['total_seq_len', 32] from the module; return a row"),
         (Several, "expected one tensor from the module, got tuple"),
         (Named, "expected one tensor from the module, got dict"),
         (Nothing, "expected one tensor from the module, got NoneType"),
