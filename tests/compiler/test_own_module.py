@@ -82,6 +82,11 @@ class Named(Decoder):
         return {"logits": super().forward(*inputs)}
 
 
+class NoIndex(Decoder):
+    def forward(self, tokens: Any, offsets: Any, logits_indices: Any, pool: Any) -> torch.Tensor:  # type: ignore[override]
+        return self.embed(tokens)  # type: ignore[no-any-return]
+
+
 class Nothing(Decoder):
     def forward(self, *inputs: Any) -> Any:
         super().forward(*inputs)
@@ -145,6 +150,11 @@ def test_it_generates(tmp_path: Path) -> None:
             Decoder(dtype=torch.bfloat16),
             {},
             "expected float32 activations .*, got a module in bfloat16; give module.float",
+        ),
+        (
+            NoIndex(),
+            {},
+            r"takes 7 inputs by .* \(tokens, .*, max_lengths\), got .*indices, pool\)$",
         ),
         (Decoder(), {"vocab_size": 0}, "vocab_size: expected >= 1, got 0"),
         (Decoder(), {"vocab_size": None}, "vocab_size: expected a value .*, got None"),
