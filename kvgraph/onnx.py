@@ -6,10 +6,13 @@
         f="model.onnx",
         dynamo=True,
         custom_translation_table=kvgraph.onnx.translation_table(),
+        dynamic_shapes=shapes,
     )
 
     options = onnxruntime.SessionOptions()
     options.register_custom_ops_library(kvgraph.onnx.library_path())
+
+`dynamic_shapes` gives the graph's dims the names of the symbols' dims.
 
 A pool is an input and an output of the graph. Bind one buffer to both (`IOBinding`): the ops write
 in place and refuse two buffers. Frameworks are imported by the functions that need them, which
@@ -36,7 +39,8 @@ def lower_caches(program: ExportedProgram) -> ExportedProgram:
     `paged_attention` after it become an `update_and_attend` that takes the pool and returns it.
     Pools `[num_page_slots, 2, L, S, K, D]`, and their `kv_scales`, become outputs after the
     program's own, in the order of the inputs. Index tensors become int64, as ONNX requires.
-    In-place writes into the program's own values become new values.
+    In-place writes into the program's own values become new values, and products of complex numbers
+    those of real ones.
     UnsupportedError: the program has no cache ops, or a store without its attention or the other
     way round; a pool is no input, or another operator uses it; or the program changes another input
     or a tensor of the module.

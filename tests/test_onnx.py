@@ -79,6 +79,26 @@ class Meddler(Decoder):
         return self.after(out, pool, lengths) if self.after else out
 
 
+class Rotated(Decoder):
+    """One layer whose queries are products with a table of complex numbers."""
+
+    def __init__(self) -> None:
+        super().__init__(1)
+        angles = torch.outer(torch.arange(32.0), torch.arange(1.0, HEAD_DIM // 2 + 1))
+        self.register_buffer("table", torch.polar(torch.ones_like(angles), angles))
+
+    def layer(self, i: int, x: Any, offsets: Any, pool: Any, *index: Any) -> Any:
+        lengths, table, most = index
+        q, k, v = self.qkv(x).view(-1, HEADS + 2 * KV_HEADS, HEAD_DIM).split((4, 2, 2), 1)
+        assert isinstance(self.table, torch.Tensor)
+        turns = self.table[torch.arange(x.shape[0])].unsqueeze(1)
+        pairs = torch.view_as_complex(q.reshape(-1, HEADS, HEAD_DIM // 2, 2)) * turns
+        q = torch.view_as_real(pairs).flatten(2)
+        ops.store_kv(pool, k, v, offsets, lengths, table, layer=i)
+        out = ops.paged_attention(q, pool, offsets, lengths, table, most, layer=i, scale=0.25)
+        return out.flatten(1)
+
+
 def keys(heads: torch.Tensor) -> None:
     heads[:, 4:6] *= 3.0
 
@@ -103,6 +123,7 @@ CACHES: dict[str, tuple[Decoder, Any]] = {
     "a write behind a store": (Meddler(keys), params(1)),
     "a write into all heads": (Meddler(all_heads), params(1)),
     "a write through a view": (Meddler(flat), params(1)),
+    "complex numbers": (Rotated(), params(1)),
 }
 
 
@@ -159,7 +180,7 @@ def run(
 def test_plain_export_and_plain_session(name: str, tmp_path: Path) -> None:
     module, cache = CACHES[name]
     program, signature, shapes = exported(module, cache)
-    before = str(program.graph)
+    before = str(program.graph), [*program.state_dict], [*program.constants]
     torch.onnx.export(
         kvgraph.onnx.lower_caches(program),
         f=tmp_path / "model.onnx",
@@ -170,19 +191,20 @@ def test_plain_export_and_plain_session(name: str, tmp_path: Path) -> None:
         input_names=[symbol.name for symbol in signature.inputs],
         output_names=[output_name(symbol) for symbol in signature.outputs],
     )
-    assert str(program.graph) == before
+    assert (str(program.graph), [*program.state_dict], [*program.constants]) == before
     onnx.checker.check_model(tmp_path / "model.onnx", full_check=True)
     options = ort.SessionOptions()
     options.register_custom_ops_library(kvgraph.onnx.library_path())
     session = ort.InferenceSession(tmp_path / "model.onnx", options, ["CPUExecutionProvider"])
-    assert [i.name for i in session.get_inputs()] == [s.name for s in signature.inputs]
+    mine = [(node.name, tuple(node.shape)) for node in session.get_inputs()]
+    assert mine == [(symbol.name, symbol.shape) for symbol in signature.inputs]
     for lengths in ([1], [3, 1, 7]):
         values = step(signature, lengths)
-        mine = [value.clone() for value in values]
+        bound = [value.clone() for value in values]
         with torch.no_grad():
             expected = program.module()(*values)
-        np.testing.assert_allclose(run(session, signature, mine), expected.numpy(), atol=1e-4)
-        for symbol, a, b in zip(signature.inputs, mine, values, strict=True):
+        np.testing.assert_allclose(run(session, signature, bound), expected.numpy(), atol=1e-4)
+        for symbol, a, b in zip(signature.inputs, bound, values, strict=True):
             if symbol.kind == "buffer":
                 assert a.any()
                 torch.testing.assert_close(a, b, atol=2 if a.dtype is torch.int8 else 1e-5, rtol=0)

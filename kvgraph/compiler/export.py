@@ -32,7 +32,7 @@ from kvgraph.compiler.passes.parameters import inputs_of
 from kvgraph.compiler.passes.writes import base_of, written_by
 from kvgraph.compiler.quiet import quiet_loggers, quiet_warnings
 from kvgraph.compiler.streamed import streamed_of
-from kvgraph.compiler.trace_errors import call_refused, refusal
+from kvgraph.compiler.trace_errors import call_refused, refusal, require_taken
 from kvgraph.compiler.weights import Weights
 from kvgraph.contract.dims import NUM_PAGE_SLOTS, NUM_SLOTS
 from kvgraph.contract.signature import GraphSignature
@@ -98,7 +98,8 @@ def export(model: Model, signature: GraphSignature, *, return_buffers: bool) -> 
     line of the module at which it failed.
     """
     buffers = [i for i, s in enumerate(signature.inputs) if s.kind == "buffer"]
-    with _positional(model.module, buffers if return_buffers else []), torch.no_grad():
+    returned = buffers if return_buffers else []
+    with _positional(model.module, signature, returned), torch.no_grad():
         program = _trace(model, signature)
     _require_operators(model, program)
     _require_logits(program, signature)
@@ -282,14 +283,19 @@ def _require_logits(program: ExportedProgram, signature: GraphSignature) -> None
     results = program.graph.output_node().args[0]
     value = results[0].meta["val"]
     logits = signature.outputs[0]
-    dtype, shape = str(value.dtype).removeprefix("torch."), list(value.shape)
-    inputs = inputs_of(program, signature)
-    rows = next(n.meta["val"].shape[0] for n, s in inputs.items() if s.name == "logits_indices")
-    is_matrix = dtype == logits.dtype and len(shape) == 2 and shape[1] == logits.shape[1]
-    if not is_matrix or str(shape[0]) != str(rows):
+    dims = {
+        str(extent): dim
+        for node, symbol in inputs_of(program, signature).items()
+        for extent, dim in zip(node.meta["val"].shape, symbol.shape, strict=True)
+        if isinstance(dim, str)
+    }
+    dtype = str(value.dtype).removeprefix("torch.")
+    shape = [dims.get(str(extent), extent) for extent in value.shape]
+    if dtype != logits.dtype or shape != list(logits.shape):
         raise UnsupportedError(
             f"logits: expected {logits.dtype} {list(logits.shape)} from the signature, "
-            f"got {dtype} {shape} from the module"
+            f"got {dtype} {shape} from the module; return a row of vocab_size logits for each "
+            "of logits_indices"
         )
 
 
@@ -352,7 +358,9 @@ class _NoGradNodes(TorchFunctionMode):
 
 
 @contextlib.contextmanager
-def _positional(module: nn.Module, returned: list[int]) -> Iterator[None]:
+def _positional(
+    module: nn.Module, signature: GraphSignature, returned: list[int]
+) -> Iterator[None]:
     """Let `module` take the signature's inputs by position, and return the logits, followed by
     some of these inputs.
 
@@ -364,6 +372,7 @@ def _positional(module: nn.Module, returned: list[int]) -> Iterator[None]:
     forward = module.forward
 
     def positional(*inputs: torch.Tensor) -> object:
+        require_taken(forward, inputs, signature)
         with _NoGradNodes():
             return forward(*inputs)
 

@@ -57,9 +57,9 @@ def _copy(program: ExportedProgram) -> ExportedProgram:
         root=graph_module,
         graph=graph_module.graph,
         graph_signature=copy.deepcopy(program.graph_signature),
-        state_dict=program.state_dict,
+        state_dict=dict(program.state_dict),
         range_constraints=program.range_constraints,
         module_call_graph=[ModuleCallEntry(first.fqn, copy.copy(first.signature)), *others],
-        constants=program.constants,
+        constants=dict(program.constants),
         verifiers=program.verifiers,
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 import traceback
 from collections.abc import Callable, Sequence
@@ -11,6 +12,7 @@ from unittest import mock
 
 from kvgraph.compiler.model import Model
 from kvgraph.compiler.sources import line, own_frame
+from kvgraph.contract.signature import GraphSignature
 from kvgraph.errors import KernelError, UnsupportedError
 from kvgraph.signal_handlers import reraise_if_signalled
 
@@ -43,6 +45,24 @@ def refusal(
     )
     refused.__cause__ = error
     return refused
+
+
+def require_taken(
+    forward: Callable[..., object], inputs: Sequence[object], signature: GraphSignature
+) -> None:
+    """Raise UnsupportedError unless `forward` takes `inputs`, those of the graph, by position."""
+    taken = inspect.signature(forward, follow_wrapped=False)
+    try:
+        taken.bind(*inputs)
+    except TypeError as error:
+        names = ", ".join(symbol.name for symbol in signature.inputs)
+        empty = inspect.Parameter.empty
+        bare = [each.replace(annotation=empty) for each in taken.parameters.values()]
+        own = taken.replace(parameters=bare, return_annotation=empty)
+        raise UnsupportedError(
+            f"module: expected a forward that takes {len(inputs)} inputs by position ({names}), "
+            f"got one that takes {own}"
+        ) from error
 
 
 def call_refused(model: Model, error: KernelError) -> UnsupportedError:

@@ -82,6 +82,11 @@ class Named(Decoder):
         return {"logits": super().forward(*inputs)}
 
 
+class NoIndex(Decoder):
+    def forward(self, tokens: Any, offsets: Any, logits_indices: Any, pool: Any) -> torch.Tensor:  # type: ignore[override]
+        return self.embed(tokens)  # type: ignore[no-any-return]
+
+
 class Nothing(Decoder):
     def forward(self, *inputs: Any) -> Any:
         super().forward(*inputs)
@@ -146,6 +151,11 @@ def test_it_generates(tmp_path: Path) -> None:
             {},
             "expected float32 activations .*, got a module in bfloat16; give module.float",
         ),
+        (
+            NoIndex(),
+            {},
+            r"takes 7 inputs by .* \(tokens, .*, max_lengths\), got .*indices, pool\)$",
+        ),
         (Decoder(), {"vocab_size": 0}, "vocab_size: expected >= 1, got 0"),
         (Decoder(), {"vocab_size": None}, "vocab_size: expected a value .*, got None"),
         (Decoder(), {"cache": "padded"}, "cache: expected paged from params, got padded; leave it"),
@@ -168,7 +178,7 @@ def test_what_does_not_fit_is_said(
 @pytest.mark.parametrize(
     ("module", "got"),
     [
-        (EveryToken, "got float32 [s"),
+        (EveryToken, "got float32 ['total_seq_len', 32] from the module; return a row"),
         (Several, "expected one tensor from the module, got tuple"),
         (Named, "expected one tensor from the module, got dict"),
         (Nothing, "expected one tensor from the module, got NoneType"),

@@ -286,3 +286,18 @@ def test_the_last_step_of_a_check_has_one_token(longest: int) -> None:
     assert max(map(len, rows)) <= longest
     assert left[0] == 1
     assert longest < 3 or left[1] <= 0
+
+
+class Repeated(Decoder):
+    """Finds each token's row by an operator that the ONNX exporter lacks."""
+
+    def forward(self, tokens: Any, offsets: Any, *rest: Any) -> torch.Tensor:
+        lengths = offsets[1:] - offsets[:-1]
+        rows = torch.repeat_interleave(lengths, lengths, output_size=tokens.shape[0])
+        return super().forward(tokens + 0 * rows, offsets, *rest)
+
+
+def test_an_operator_that_onnx_lacks(tmp_path: Path) -> None:
+    message = "exporter has, got one that it has not: .*repeat_interl.*; write it with other oper"
+    with pytest.raises(kvgraph.UnsupportedError, match=message):
+        compile_module(Repeated(), tmp_path / "out")

@@ -166,6 +166,7 @@ PASSES = {
 
 
 LOWER_CACHES = (
+    Pass("pair_complex"),
     Pass("fuse_update_and_attend"),
     check("require_pairs", "return_pools.require_pairs"),
     check("require_stored"),
