@@ -85,10 +85,10 @@ def compile(
     - `dtype`: type of activations and weights (default: the checkpoint's).
     - `weights`: how linear layers and experts are stored. On a CPU with float32 activations:
       `fp32`, `bf16`, `int8`, `int4`, or `stored` for a quantized checkpoint. On CUDA with backend
-      torch: `int8`, `int4` or `stored`. Default: `stored` for a quantized checkpoint on CUDA, and
-      on a CPU under backend onnx; `bf16` for a bfloat16 checkpoint on a CPU under backend onnx;
-      otherwise `dtype`.
-    - `cache_dtype`: type of the pool (default: `dtype`).
+      torch: `int8`, `int4` or `stored`. Default: `stored` for a quantized checkpoint under backend
+      onnx on a CPU and torch on CUDA; under onnx on a CPU, else `bf16` for a bfloat16 checkpoint
+      and `fp32` for others; in all other cases the activations' dtype.
+    - `cache_dtype`: type of the pool (default: the activations' dtype).
 
     Cache:
 
