@@ -96,8 +96,8 @@ def compile(
     - `params`: describes the whole cache; `cache_dtype`, `cache` and `page_size` must then agree.
     - `max_seq_len`: tokens of the longest request (default: the checkpoint's). It settles rotary
       frequencies that depend on the length.
-    - `max_batch_size`, `max_batch_tokens`: rows and new tokens of a step in the profiles of
-      backend tensorrt (default: 256 and 8192). Other backends have no bounds.
+    - `max_batch_size`, `max_batch_tokens`: most rows and new tokens of a step of a TensorRT engine,
+      of backend tensorrt or torch-tensorrt (default: 256 and 8192). Other backends have no bounds.
 
     An nn.Module, which has no folder:
 
