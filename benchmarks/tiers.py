@@ -63,8 +63,6 @@ WIDE = {
     "max_position_embeddings": 4096,
 }
 
-Timed = tuple[str, list[float], list[float]]
-
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)

@@ -85,10 +85,10 @@ def compile(
     - `dtype`: type of activations and weights (default: the checkpoint's).
     - `weights`: how linear layers and experts are stored. On a CPU with float32 activations:
       `fp32`, `bf16`, `int8`, `int4`, or `stored` for a quantized checkpoint. On CUDA with backend
-      torch: `int8`, `int4` or `stored`. Default: `stored` for a quantized checkpoint on CUDA, and
-      on a CPU under backend onnx; `bf16` for a bfloat16 checkpoint on a CPU under backend onnx;
-      otherwise `dtype`.
-    - `cache_dtype`: type of the pool (default: `dtype`).
+      torch: `int8`, `int4` or `stored`. Default: `stored` for a quantized checkpoint under backend
+      onnx on a CPU and torch on CUDA; under onnx on a CPU, else `bf16` for a bfloat16 checkpoint
+      and `fp32` for others; in all other cases the activations' dtype.
+    - `cache_dtype`: type of the pool (default: the activations' dtype).
 
     Cache:
 
@@ -96,8 +96,8 @@ def compile(
     - `params`: describes the whole cache; `cache_dtype`, `cache` and `page_size` must then agree.
     - `max_seq_len`: tokens of the longest request (default: the checkpoint's). It settles rotary
       frequencies that depend on the length.
-    - `max_batch_size`, `max_batch_tokens`: rows and new tokens of a step in the profiles of
-      backend tensorrt (default: 256 and 8192). Other backends have no bounds.
+    - `max_batch_size`, `max_batch_tokens`: most rows and new tokens of a step of a TensorRT engine,
+      of backend tensorrt or torch-tensorrt (default: 256 and 8192). Other backends have no bounds.
 
     An nn.Module, which has no folder:
 

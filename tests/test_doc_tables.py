@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
 import re
 import tomllib
 from pathlib import Path
 
 import pytest
 
-from kvgraph import ops
+from kvgraph import BatchConfig, CacheConfig, SamplingParams, TierConfig, ops
 from kvgraph.compiler.refusals import PROVEN
 from kvgraph.contract.backends import OURS, default_backend
 from tests.support.artifacts import TINY_LLAMA
@@ -81,6 +82,17 @@ def test_extras_bring_what_the_project_says() -> None:
         brought = [re.split(r"[\[>=<;]", each)[0] for each in given]
         listed = re.split(r", (?:and|with) ", table[extra])[0].split(", ")
         assert listed == [name for name in brought if name != "kvgraph"], extra
+
+
+@pytest.mark.parametrize("record", [SamplingParams, CacheConfig, BatchConfig, TierConfig])
+def test_every_field_of_a_setting_is_in_a_table(record: type) -> None:
+    named = {name for row in rows((DOCS / "guides/deploy.md").read_text()) for name in fields(row)}
+    assert {field.name for field in dataclasses.fields(record)} <= named
+
+
+def fields(row: list[str]) -> list[str]:
+    """Names in the first two cells: a table of settings has the record or the field first."""
+    return [name for cell in row[:2] for name in quoted(cell)]
 
 
 # -- pages on adding something

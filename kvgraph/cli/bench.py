@@ -59,7 +59,7 @@ def bench(
         ),
     ] = None,
     threads: Annotated[
-        int | None, typer.Option(help="CPU threads [default: one for each core].")
+        int | None, typer.Option(help="CPU threads [default: one for each physical core].")
     ] = None,
     batches: Annotated[str | None, typer.Option(help="Rows at once [default: 1,8].")] = None,
     prompt: Annotated[int | None, typer.Option(help="Tokens of a prompt [default: 512].")] = None,

@@ -70,11 +70,11 @@ def compile(
         typer.Option(help="Tokens of the longest context [default: the checkpoint's]."),
     ] = None,
     max_batch_size: Annotated[
-        int | None, typer.Option(help="Rows of a step, for tensorrt's profiles [default: 256].")
+        int | None, typer.Option(help="Rows of a step of a TensorRT engine [default: 256].")
     ] = None,
     max_batch_tokens: Annotated[
         int | None,
-        typer.Option(help="New tokens of a step, for tensorrt's profiles [default: 8192]."),
+        typer.Option(help="New tokens of a step of a TensorRT engine [default: 8192]."),
     ] = None,
     tp: Annotated[
         int | None,

@@ -177,7 +177,7 @@ class QualityInfo:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
     """Content of manifest.json. `dtype`: of activations. `weights`: precision of the weights: fp32,
-    bf16, int8, int4 or stored, or `dtype` on a GPU."""
+    bf16, int8, int4 or stored, or `dtype` if none of these was asked for or is the default."""
 
     schema_version: int
     kvgraph_version: str

@@ -133,7 +133,7 @@ SWITCHES = ("is_mla", "enable_prefix_caching", "allow_kv_head_replication")
 
 @dataclass(frozen=True)
 class KVCacheParams:
-    """One paged cache: the shape of its pages, and how it is deployed.
+    """One cache, paged by default: its layout, and how it is deployed.
 
     Layout fields (`LAYOUT_FIELDS`) decide what a compiled graph reads and writes. Deployment
     fields (`devices`, `data_parallel_degree`, prefix caching, hash settings) never do, except

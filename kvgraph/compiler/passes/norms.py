@@ -56,7 +56,7 @@ def _written_out(rate: Node) -> Norm:
     expect(other_factor(scaled, rate) is wide, "expected x times its own rate")
     normal = rounded(scaled, dtype)
     weighted = node_of(only_user(normal, "the normalised rows"), [MUL], "a weight next")
-    weight, offset = _weight(other_factor(weighted, normal), dtype)
+    weight, offset = _weight(other_factor(weighted, normal))
     return Norm(x, weight, epsilon, offset, normal is not scaled, rounded(weighted, dtype))
 
 
@@ -81,7 +81,7 @@ def _before_cast(wide: Node) -> Node:
     return given if isinstance(given, Node) and value(given).dtype in HALVES else wide
 
 
-def _weight(factor: Node, dtype: torch.dtype) -> tuple[Node, float]:
+def _weight(factor: Node) -> tuple[Node, float]:
     """The norm's weight, and the constant that is added to it in float32 (0 if none)."""
     offset = 0.0
     if factor.target is ADD:
