@@ -137,7 +137,7 @@ def _with_text(row: Request, token: int, behind: int = 0, *, is_last: bool = Fal
     characters: int | None = None
     if stream is not None and (is_text or stream.stops is not None):
         try:
-            if stream.decoder is None:
+            if not stream.is_begun:
                 stream.start(row.context)
             if stream.stops is not None:
                 held = stream.stops.held
@@ -223,7 +223,7 @@ def _held_text(row: Request) -> str:
     stream = row.text
     if stream is None or stream.stops is None:
         return ""
-    if stream.decoder is None:
+    if not stream.is_begun:
         try:
             stream.start(row.context)
         except Exception as error:
