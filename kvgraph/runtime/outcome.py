@@ -115,7 +115,12 @@ def _drawn_and_forced(row: Request, guide: Guide, token: int) -> list[Token]:
     """A drawn token and the tokens that it forces, up to one that ends the request."""
     if row.reason_after(token) == "stop":
         return [_with_text(row, token)]
-    forced, is_complete = guide.advance(token)
+    try:
+        forced, is_complete = guide.advance(token)
+    except BaseException as error:
+        if not is_panic(error):
+            raise
+        return [_failure(row, guide.fail(error), _held_text(row))]
     told: list[Token] = []
     for behind, each in enumerate([token, *forced]):
         told.append(_with_text(row, each, behind, is_last=is_complete and behind == len(forced)))
