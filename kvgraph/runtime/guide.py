@@ -338,7 +338,7 @@ def _compile(tokenizer: LLTokenizer, grammar: Grammar) -> LLMatcher:
 
 
 def _matcher(tokenizer: LLTokenizer, grammar: Grammar) -> LLMatcher:
-    """As `_compile`; ValueError with llguidance's reason."""
+    """Compile a grammar. ValueError with llguidance's reason."""
     from llguidance import LLMatcher, LLParserLimits
 
     if grammar.kind == "guided_json":
