@@ -236,6 +236,7 @@ class TextStream:
     def _lose(self) -> str:
         """Replacements of the single bytes that have become no character."""
         lost = REPLACEMENT * (len(self._begun) - self._pending)
+        self._last, self._last_text = self._begun[:1], REPLACEMENT  # what follows begins no text
         self._utf8.reset()
         self._begun, self._pending = [], 0
         return lost

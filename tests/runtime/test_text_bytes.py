@@ -108,6 +108,11 @@ def test_wrong_bytes_come_at_once_and_also_at_the_end(tokenizer: Tokenizer) -> N
     assert pieces == ["", "\ufffd\ufffd", "\ufffd", " the", ""]
 
 
+def test_a_wrong_byte_at_the_start_of_a_text_is_followed_by_the_space(tokenizer: Tokenizer) -> None:
+    ids = [0xE6, THE, A]
+    assert text_of(tokenizer, [259], ids) == tokenizer.decode(ids) == "\ufffd the a"
+
+
 def before_a_word(run: bytes) -> str:
     """What is shown of a run of byte tokens, before a token that is no byte."""
     try:
