@@ -18,7 +18,7 @@ END_SECONDS = 2.0
 """Time in which the last question must end."""
 
 SLOW = "taken more than"
-"""In Serve's message about a deployment that waits for resources, or for a slow start."""
+"""Words of Serve's message about a deployment that waits for resources, or for a slow start."""
 
 WELL = ("HEALTHY", "UPDATING", "UPSCALING", "DOWNSCALING")
 
