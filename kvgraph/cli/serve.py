@@ -36,7 +36,7 @@ from kvgraph.errors import (
     RequestError,
     UnsupportedError,
 )
-from kvgraph.kv.memory import DEFAULT_BATCH_SIZE, DEFAULT_BATCH_TOKENS
+from kvgraph.kv.memory import DEFAULT_BATCH_SIZE, DEFAULT_BATCH_TOKENS, ONNX_BATCH_TOKENS
 from kvgraph.progress import listening
 from kvgraph.serve.options import ServeOptions
 from kvgraph.signal_handlers import end_at_signals
@@ -137,7 +137,7 @@ def serve(
         int | None,
         typer.Option(
             min=1,
-            help="Most new tokens of a step [default: 768 with onnx on cpu, else "
+            help=f"Most new tokens of a step [default: {ONNX_BATCH_TOKENS} with onnx on cpu, else "
             f"{DEFAULT_BATCH_TOKENS}].",
         ),
     ] = None,

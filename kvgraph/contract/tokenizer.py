@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 NAME = "tokenizer.json"
 
-BYTE_TOKEN = re.compile("<0x([0-9A-F]{2})>")
+BYTE_TOKEN = re.compile("<0x([0-9A-Fa-f]{2})>")
 
 LONG_TEXT = 16_384
 """Characters above which a text is tokenized without Python's lock: more than about 5 ms."""
@@ -78,7 +78,7 @@ def byte_pieces(tokenizer: Tokenizer | None) -> Callable[[int], bytes | None]:
     """
     if tokenizer is None:
         return lambda token: None
-    letters = _byte_letters() if "ByteLevel" in repr(tokenizer.decoder) else {}
+    letters = byte_letters() if "ByteLevel" in repr(tokenizer.decoder) else {}
     special = {i for i, known in tokenizer.get_added_tokens_decoder().items() if known.special}
 
     def piece(token: int) -> bytes | None:
@@ -94,7 +94,7 @@ def byte_pieces(tokenizer: Tokenizer | None) -> Callable[[int], bytes | None]:
     return piece
 
 
-def _byte_letters() -> dict[str, int]:
+def byte_letters() -> dict[str, int]:
     """Byte of each letter of byte-level BPE: bytes that are printable in Latin-1 keep their letter;
     the others follow in order from U+0100 (Radford et al. 2019, `bytes_to_unicode`)."""
     plain = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}

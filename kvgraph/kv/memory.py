@@ -12,6 +12,9 @@ from kvgraph.errors import ParamsError
 DEFAULT_BATCH_SIZE, DEFAULT_BATCH_TOKENS = 64, 2048
 """Rows and new tokens of an engine's step where nothing says otherwise."""
 
+ONNX_BATCH_TOKENS = 768
+"""New tokens of a step on ONNX Runtime's CPU session, which says why."""
+
 DEVICE_CACHE_SHARE = 0.9
 """Share of the GPU memory left after weights and the largest step that the cache gets. The rest is
 for captured graphs, copies between tiers, and libraries."""

@@ -250,8 +250,10 @@ class PagedKVCacheManager(PagedQueries):
         A claimed request keeps its pages and runs on, but no other request can take them, or its
         later pages. A copy that has begun is discarded when it ends. A request that waits for a
         load is computed instead. Bound prefixes stay, and so do other models' pages in a shared
-        store.
+        store. StoreError after `close` if there are stores; then nothing changes.
         """
+        if self._tiers is not None:
+            self._tiers.connector.require_open("reset_prefix_cache")
         for replica in self._replicas:
             replica.reset_prefix_cache()
         if self._tiers is not None:

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 
 from kvgraph.contract.not_copyable import NotCopyable
 from kvgraph.contract.threads import threads_needed
-from kvgraph.contract.tokenizer import LONG_TEXT
+from kvgraph.contract.tokenizer import LONG_TEXT, is_panic
 from kvgraph.errors import (
     ArtifactError,
     DeviceLostError,
@@ -328,7 +328,9 @@ class AsyncEngine(NotCopyable):
                 raised = False
             except LOST:
                 raise
-            except Exception as error:
+            except BaseException as error:
+                if not isinstance(error, Exception) and not is_panic(error):
+                    raise
                 tokens = self._fail_all(error) if raised else []
                 raised = not raised
             self.after_step(tokens)
@@ -371,7 +373,7 @@ class AsyncEngine(NotCopyable):
     def _stop(self) -> None:
         self._is_stopped = True
 
-    def _fail_all(self, error: Exception) -> list[Token]:
+    def _fail_all(self, error: BaseException) -> list[Token]:
         """End every open request, since its step has failed twice; return their last tokens."""
         why = f"a step failed twice: {type(error).__name__}: {error}"
         ended = []

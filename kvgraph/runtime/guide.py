@@ -7,7 +7,6 @@ in native threads.
 
 from __future__ import annotations
 
-import re
 import threading
 from collections.abc import Collection, Sequence
 from pathlib import Path
@@ -24,6 +23,7 @@ from kvgraph.errors import RequestError, UnsupportedError
 from kvgraph.kv.requests import TextContext
 from kvgraph.runtime.edits import LogitEdits
 from kvgraph.runtime.forced_text import forced_text
+from kvgraph.runtime.gbnf import as_lark
 from kvgraph.runtime.grammars import Grammar
 from kvgraph.runtime.machine import default_threads
 from kvgraph.runtime.native_calls import native_call
@@ -43,9 +43,6 @@ LIMITS: JsonObject = {
 }
 """Limits of llguidance's parser: a first mask takes at most 50 ms, and a grammar 40 MB."""
 
-GBNF = re.compile(r"^[^\S\n]*[\w-]+[^\S\n]*::=", re.MULTILINE)
-"""The start of a GBNF rule, `name ::=`. Grammars in Lark's form have no `::=`."""
-
 NOT_FOLLOWED = "expected a grammar that can be followed"
 """Start of a token's error message about its request's grammar."""
 
@@ -56,11 +53,6 @@ NO_TEXT = "no text is possible"
 
 COERCES = ". Enable 'coerce_one_of' option to approximate oneOf with anyOf"
 """llguidance's advice about a `oneOf`, which a user cannot follow."""
-
-NAMES = re.compile(
-    r'"(?:[^"\\]|\\.)*+"|\[(?:[^\]\\]|\\.)*+\]|\{[^}]*+\}|#[^\n]*+|([\w-]+)', re.DOTALL
-)
-"""The name of a rule in GBNF, or a part in which words are no names."""
 
 MOST_COMPILED = 32
 MOST_REASON = 200
@@ -197,6 +189,7 @@ class Guide:
         "_due",
         "_edits",
         "_ends",
+        "_failure",
         "_forceable",
         "_prompt_length",
         "matcher",
@@ -220,13 +213,20 @@ class Guide:
         self._forceable = forceable
         self._draws_all = draws_all
         self._due: tuple[int, list[int]] = 0, []
+        self._failure = ""
         self._prompt_length = context.current_length
         self.vocabulary = vocabulary
         self.matcher: LLMatcher | None = None
 
     def rewind(self) -> None:
         """Discard the matcher; the next mask starts after the tokens that the context has then."""
-        self.matcher = None
+        self.matcher, self._failure = None, ""
+
+    def fail(self, error: BaseException) -> str:
+        """Allow no token, because llguidance panicked; the reason, for the user."""
+        self._failure = f"{NOT_FOLLOWED}, got one at which llguidance panicked ({_reason(error)})"
+        self._edits.mask = np.zeros(self.vocabulary.words, np.uint32)
+        return self._failure
 
     def start(self) -> LLMatcher:
         """Make a matcher that has consumed the context's generated tokens."""
@@ -274,6 +274,8 @@ class Guide:
     @property
     def error(self) -> str:
         """The matcher's error, for the user; empty if there is none."""
+        if self._failure:
+            return self._failure
         assert self.matcher is not None
         why = self.matcher.get_error()
         return f"{NOT_FOLLOWED}, got one that cannot ({_reason(why)})" if why else ""
@@ -281,7 +283,25 @@ class Guide:
 
 @native_call("masks")
 def set_masks(guides: Sequence[Guide]) -> None:
-    """Set the masks of the next step of `guides`, which belong to one engine, in parallel."""
+    """Set the masks of the next step of `guides`, which belong to one engine, in parallel.
+
+    A guide at which llguidance panics allows no token; the others go on.
+    """
+    try:
+        _fill_masks(guides)
+    except BaseException as error:
+        if not is_panic(error):
+            raise
+        for guide in guides:  # one by one, to find it
+            try:
+                _fill_masks([guide])
+            except BaseException as own:
+                if not is_panic(own):
+                    raise
+                guide.fail(own)
+
+
+def _fill_masks(guides: Sequence[Guide]) -> None:
     from llguidance.numpy import fill_next_token_bitmask_par
 
     matchers = [guide.matcher or guide.start() for guide in guides]
@@ -307,23 +327,27 @@ def refusal_of(grammar: Grammar) -> RequestError | None:
 @native_call("grammar")
 def _compile(tokenizer: LLTokenizer, grammar: Grammar) -> LLMatcher:
     """The matcher before any text. RequestError with llguidance's reason."""
+    try:
+        return _matcher(tokenizer, grammar)
+    except BaseException as error:
+        if not isinstance(error, ValueError) and not is_panic(error):
+            raise
+        raise RequestError(
+            f"{grammar.kind}: {NOT_TAKEN}, got one that it refuses ({_reason(error)})"
+        ) from error
+
+
+def _matcher(tokenizer: LLTokenizer, grammar: Grammar) -> LLMatcher:
+    """Compile a grammar. ValueError with llguidance's reason."""
     from llguidance import LLMatcher, LLParserLimits
 
-    def refusal(why: object) -> RequestError:
-        return RequestError(
-            f"{grammar.kind}: {NOT_TAKEN}, got one that it refuses ({_reason(why)})"
-        )
-
-    try:
-        if grammar.kind == "guided_json":
-            text, options = as_quoted(grammar.text)
-            source = LLMatcher.grammar_from_json_schema(text, overrides=cast(Any, options))
-        elif grammar.kind == "guided_regex":
-            source = LLMatcher.grammar_from_regex(grammar.text)
-        else:
-            source = LLMatcher.grammar_from_lark(_lark(grammar.text))
-    except ValueError as error:
-        raise refusal(error) from error
+    if grammar.kind == "guided_json":
+        text, options = as_quoted(grammar.text)
+        source = LLMatcher.grammar_from_json_schema(text, overrides=cast(Any, options))
+    elif grammar.kind == "guided_regex":
+        source = LLMatcher.grammar_from_regex(grammar.text)
+    else:
+        source = LLMatcher.grammar_from_lark(as_lark(grammar.text))
     matcher = LLMatcher(tokenizer, source, log_level=0, limits=LLParserLimits(**LIMITS))
     if not matcher.is_error():
         matcher.compute_bitmask()  # reports a grammar that is too complex
@@ -332,37 +356,10 @@ def _compile(tokenizer: LLTokenizer, grammar: Grammar) -> LLMatcher:
         first.consume_tokens(first.compute_ff_tokens())  # or its forced start reports it
     for reached in (matcher, first):
         if reached.is_error():
-            raise refusal(reached.get_error())
+            raise ValueError(reached.get_error())
     if matcher.is_stopped():
-        raise refusal(NO_TEXT)
+        raise ValueError(NO_TEXT)
     return matcher
-
-
-def _lark(text: str) -> str:
-    """`text` in Lark's form, converted if it is GBNF. ValueError if the conversion fails."""
-    from llguidance.gbnf_to_lark import gbnf_to_lark
-
-    if not GBNF.search(text):
-        return text
-    try:
-        return gbnf_to_lark(text)
-    except Exception as error:  # the converter's own errors, and RecursionError
-        reraise_if_signalled(error)
-        if "already exists" in str(error):  # the converter would give two rules one name
-            return _lark(_renamed(text))
-        raise ValueError(f"GBNF: {error}") from error
-
-
-def _renamed(text: str) -> str:
-    """GBNF with numbers in the names of all rules but `root`."""
-    numbers: dict[str, int] = {}
-
-    def rename(found: re.Match[str]) -> str:
-        if (name := found[1]) is None or name == "root":
-            return found[0]
-        return f"r{numbers.setdefault(name, len(numbers))}"
-
-    return NAMES.sub(rename, text)
 
 
 def _reason(error: object) -> str:

@@ -115,7 +115,12 @@ def _drawn_and_forced(row: Request, guide: Guide, token: int) -> list[Token]:
     """A drawn token and the tokens that it forces, up to one that ends the request."""
     if row.reason_after(token) == "stop":
         return [_with_text(row, token)]
-    forced, is_complete = guide.advance(token)
+    try:
+        forced, is_complete = guide.advance(token)
+    except BaseException as error:
+        if not is_panic(error):
+            raise
+        return [_failure(row, guide.fail(error), _held_text(row))]
     told: list[Token] = []
     for behind, each in enumerate([token, *forced]):
         told.append(_with_text(row, each, behind, is_last=is_complete and behind == len(forced)))
@@ -137,7 +142,7 @@ def _with_text(row: Request, token: int, behind: int = 0, *, is_last: bool = Fal
     characters: int | None = None
     if stream is not None and (is_text or stream.stops is not None):
         try:
-            if stream.decoder is None:
+            if not stream.is_begun:
                 stream.start(row.context)
             if stream.stops is not None:
                 held = stream.stops.held
@@ -223,7 +228,7 @@ def _held_text(row: Request) -> str:
     stream = row.text
     if stream is None or stream.stops is None:
         return ""
-    if stream.decoder is None:
+    if not stream.is_begun:
         try:
             stream.start(row.context)
         except Exception as error:

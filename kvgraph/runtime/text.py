@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import codecs
+import re
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvgraph.contract.plain import JsonObject
-from kvgraph.contract.tokenizer import BYTE_TOKEN, NAME, encode, read_tokenizer
+from kvgraph.contract.tokenizer import BYTE_TOKEN, NAME, byte_letters, encode, read_tokenizer
 from kvgraph.errors import ArtifactError, RequestError
 from kvgraph.kv.requests import TextContext
 from kvgraph.runtime.arguments import instance
@@ -20,13 +22,14 @@ from kvgraph.runtime.stopping import StopStrings
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
-    from tokenizers.decoders import DecodeStream
 
 SEEN_BY_DECODER, MOST_CHARACTER_BYTES = 8, 4
 """Prompt tokens that affect how the first generated ones decode; most bytes of a character."""
 
-INVALID_PREFIX = "Invalid prefix"
-"""Start of the decoder's error if the text of its earlier tokens has changed."""
+UTF8 = codecs.getincrementaldecoder("utf-8")
+
+JOINED = re.compile(r"(Sequence\(decoders=\[)?ByteLevel\([^()]*\)(\]\))?")
+"""A decoder that only joins the bytes of its tokens, as the tokenizers library prints it."""
 
 REPLACEMENT = "\ufffd"
 """Character that stands for bytes that do not form a character."""
@@ -42,6 +45,7 @@ class TextCodec:
         self.folder = folder
         self._path = folder / NAME
         self.tokenizer: Tokenizer | None = None
+        self._alphabet: Alphabet | None = None
         if self._path.is_file() and is_listed(NAME, files):
             self.tokenizer = read_tokenizer(self._path, ArtifactError)
 
@@ -70,7 +74,9 @@ class TextCodec:
         RequestError if `stops` are given without a tokenizer.
         """
         if self.tokenizer is not None:
-            return TextStream(self.tokenizer, prompt_length, stops, is_guided=is_guided)
+            if self._alphabet is None:
+                self._alphabet = Alphabet(self.tokenizer)
+            return TextStream(self._alphabet, prompt_length, stops, is_guided=is_guided)
         if stops is not None:
             raise RequestError(
                 f"stop: expected no strings without a tokenizer, and {self._path.parent} has no "
@@ -79,150 +85,183 @@ class TextCodec:
         return None
 
 
+class Alphabet:
+    """How the tokens of `tokenizer` spell bytes.
+
+    - `letters`: byte of each letter, where a token is bytes in letters (byte-level BPE, as Llama 3
+      and Qwen have it); else empty
+    - `is_joined`: text is nothing but these bytes; no other decoder changes it
+    - `has_bytes`: tokens such as `<0xE6>` are one byte (byte fallback, as Llama 2 and Gemma have)
+    - `special`: tokens without text
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self.tokenizer = tokenizer
+        decoder = repr(tokenizer.decoder)
+        self.letters = byte_letters() if "ByteLevel" in decoder else {}
+        self.is_joined = JOINED.fullmatch(decoder) is not None
+        self.has_bytes = "ByteFallback" in decoder
+        known = tokenizer.get_added_tokens_decoder()
+        self.special = frozenset([token for token, added in known.items() if added.special])
+
+
 class TextStream:
     """Decodes the text of one request, after its prompt of `prompt_length` tokens.
 
-        if stream.decoder is None:
+        if not stream.is_begun:
             stream.start(context)
         piece = stream.step(token)
 
-    Text is returned once its bytes are complete. Some decoders strip the space before the first
-    word of a text, but a continuation keeps it: so the decoder first gets the prompt's last tokens.
-    `is_guided`: the space is kept after a prompt without text too, because the grammar has it.
-    `unfinished`: tokens since the decoder's last piece, while they end within a character.
-    `told`: text of these tokens that was already returned; the next piece starts with it.
-    `pending`: replacement characters at the end of the prompt's text, until the first piece. They
-    are removed from that piece, unless it completes them.
+    A character is returned with the token that completes it. Bytes that can no longer become a
+    character are replaced, as the tokenizer's `decode` does, with the token that shows it. So all
+    pieces are the decoded text, with two exceptions. Bytes of a character that the last token
+    leaves incomplete are left out, since a replacement would say that they were wrong. And where a
+    tokenizer has tokens for single bytes, `decode` also replaces the whole characters before a
+    wrong byte, back to the last token that is no byte: these were returned before.
+
+    Some decoders strip the space before the first word of a text, but a continuation keeps it: so
+    the stream first reads the prompt's last tokens. `is_guided`: the space is kept after a prompt
+    without text too, because the grammar has it. Replacements of what the prompt left incomplete
+    belong to no piece.
     `stops`: the caller passes each piece to them, and shows only what they return.
     """
 
     __slots__ = (
-        "_before",
+        "_alphabet",
+        "_begun",
         "_is_guided",
+        "_is_lost",
+        "_last",
+        "_last_text",
+        "_pending",
         "_prompt_length",
-        "_seen",
-        "decoder",
-        "pending",
+        "_utf8",
+        "is_begun",
         "stops",
-        "tokenizer",
-        "told",
-        "unfinished",
     )
 
     def __init__(
         self,
-        tokenizer: Tokenizer,
+        alphabet: Alphabet,
         prompt_length: int,
         stops: StopStrings | None = None,
         *,
         is_guided: bool = False,
     ) -> None:
-        self.tokenizer = tokenizer
         self.stops = stops
-        self.pending = self.told = ""
-        self.unfinished: list[int] = []
-        self._seen: Sequence[int] = ()  # prompt tokens for the decoder, up to a whole character
-        self._before = ""  # text of `_seen`
+        self.is_begun = False
+        self._alphabet = alphabet
         self._is_guided = is_guided
         self._prompt_length = prompt_length
-        self.decoder: DecodeStream | None = None
 
     def begin(self) -> None:
-        """Reset the decoder to the start of a text."""
-        from tokenizers.decoders import DecodeStream
-
-        self.decoder = DecodeStream(skip_special_tokens=True)
-        self.pending = self.told = self._before = ""
-        self.unfinished, self._seen = [], ()
+        """Start at the beginning of a text."""
+        self.is_begun = True
+        self._utf8 = UTF8("replace" if self._alphabet.letters else "strict")
+        self._begun: list[int] = []  # tokens whose text is not known yet
+        self._pending = 0  # replacements that belong to the prompt, if its character is lost
+        self._is_lost = False  # a byte before was wrong, and only bytes came after it
+        self._last: list[int] = []  # tokens of the last piece, and their text
+        self._last_text = ""
 
     def start(self, context: TextContext) -> None:
-        """Decode the tokens of `context`, so that decoder and `stops` continue after them."""
+        """Decode the tokens of `context`, so that the stream and `stops` continue after them."""
         self.begin()
         if self.stops is not None:
             self.stops.rewind()
         first, end = self._last_seen(context)
         seen = context.tokens[first:end].tolist()
-        if self._is_guided and not self.tokenizer.decode(seen):
-            seen = self.tokenizer.encode("a", add_special_tokens=False).ids
-        self._read_prompt(seen)
+        tokenizer = self._alphabet.tokenizer
+        if self._is_guided and not tokenizer.decode(seen):
+            seen = tokenizer.encode("a", add_special_tokens=False).ids
+        for token in seen:
+            self.step(token)
+        self._pending = len(self._begun) or bool(self._utf8.getstate()[0])
         for count, token in enumerate(context.tokens[self._prompt_length :].tolist(), 1):
             piece = self.step(token)
             if self.stops is not None:
                 self.stops.step(piece, count)
 
+    def rewind(self) -> None:
+        """Forget the text; `start` decodes the context's tokens again."""
+        self.is_begun = False
+
     def step(self, token: int) -> str:
         """Text that a token completes; `begin` or `start` must have been called."""
-        assert self.decoder is not None
+        alphabet = self._alphabet
+        spelled = None if token in alphabet.special else alphabet.tokenizer.id_to_token(token)
+        if spelled is None:
+            return ""
+        if alphabet.letters:
+            return self._of_letters(token, spelled)
+        if alphabet.has_bytes and (byte := BYTE_TOKEN.fullmatch(spelled)) is not None:
+            return self._of_byte(token, int(byte[1], 16))
+        lost = self._lose() if self._begun else ""
+        self._is_lost = False
+        return lost + self._decoded([token])
+
+    def _of_letters(self, token: int, spelled: str) -> str:
+        letters = self._alphabet.letters
         try:
-            piece = self.decoder.step(self.tokenizer, token)
-        except Exception as error:
-            piece = self.recover(token, error)
-        if piece is None:
-            return self.begun(token)
-        return self.own(piece) if self.unfinished else piece
+            data = bytes([letters[letter] for letter in spelled])
+        except KeyError:
+            data = spelled.encode()
+        before = self._utf8.getstate()[0] if self._pending else b""
+        text = self._utf8.decode(data)
+        if not self._alphabet.is_joined:
+            self._begun.append(token)
+            if self._utf8.getstate()[0]:
+                return ""
+            tokens, self._begun = self._begun, []
+            text = self._decoded(tokens)
+        if self._pending and text:
+            self._pending = 0
+            if text[0] == REPLACEMENT and not (before + data).startswith(REPLACEMENT.encode()):
+                return text[1:]
+        return text
 
-    def begun(self, token: int) -> str:
-        """Text that a token completes if it ends within a character: all characters before it."""
-        self.unfinished.append(token)
-        text = self.tokenizer.decode([*self._seen, *self.unfinished])
-        if text == self._before:  # a special token without text
-            self.unfinished.clear()
-        if not (text.startswith(self._before) and text.endswith(REPLACEMENT)):
-            return ""  # a special token, or bytes that change the text before them
-        whole = text[len(self._before) :].rstrip(REPLACEMENT)
-        piece = whole.removeprefix(self.told).removeprefix(self.pending)
-        if piece:
-            self.told, self.pending = whole, ""
-        return piece
+    def _of_byte(self, token: int, byte: int) -> str:
+        if self._is_lost:
+            return REPLACEMENT
+        self._begun.append(token)
+        try:
+            if not self._utf8.decode(bytes([byte])):
+                return ""
+        except UnicodeDecodeError:
+            self._is_lost = True
+            return self._lose()
+        tokens, self._begun, self._pending = self._begun, [], 0
+        return self._decoded(tokens)
 
-    def own(self, piece: str) -> str:
-        """`piece`, which completes a character, without the text that was returned before and
-        without the replacement characters of the prompt."""
-        whole = piece.removeprefix(self.told).removeprefix(self.pending)
-        self.told = self.pending = ""
-        self.unfinished.clear()
-        return whole
+    def _lose(self) -> str:
+        """Replacements of the single bytes that have become no character."""
+        lost = REPLACEMENT * (len(self._begun) - self._pending)
+        self._last, self._last_text = self._begun[:1], REPLACEMENT  # what follows begins no text
+        self._utf8.reset()
+        self._begun, self._pending = [], 0
+        return lost
 
-    def recover(self, token: int, error: Exception) -> str:
-        """Text of a token after bytes that never became a character, at which the decoder stops.
-
-        Any other `error` is raised again."""
-        from tokenizers.decoders import DecodeStream
-
-        if not str(error).startswith(INVALID_PREFIX):
-            raise error
-        self.decoder = DecodeStream(skip_special_tokens=True)
-        self.decoder.step(self.tokenizer, token)  # the first of a text may lose its space
-        lost = self.told + (self.pending or REPLACEMENT)
-        return lost + (self.decoder.step(self.tokenizer, token) or "")
+    def _decoded(self, tokens: list[int]) -> str:
+        """Text of `tokens` after those before."""
+        decode = self._alphabet.tokenizer.decode
+        text = decode([*self._last, *tokens])[len(self._last_text) :]
+        self._last, self._last_text = tokens, decode(tokens)
+        return text
 
     def _last_seen(self, context: TextContext) -> tuple[int, int]:
-        """Range of prompt tokens for the decoder: the last ones with text (special tokens have
+        """Range of prompt tokens to read first: the last ones with text (special tokens have
         none). It does not start within a character: stray bytes (`<0xE6>`) would corrupt the text
         after them."""
         first, end, text = self._prompt_length, self._prompt_length, ""
+        tokenizer = self._alphabet.tokenizer
         while first > 0 and not text:
             first, end = max(0, first - SEEN_BY_DECODER), first
-            text = self.tokenizer.decode(context.tokens[first:end].tolist())
+            text = tokenizer.decode(context.tokens[first:end].tolist())
         for at in range(first, max(-1, first - MOST_CHARACTER_BYTES), -1):
-            token = int(context.tokens[at])
-            byte = BYTE_TOKEN.fullmatch(self.tokenizer.id_to_token(token) or "")
+            byte = BYTE_TOKEN.fullmatch(tokenizer.id_to_token(int(context.tokens[at])) or "")
             if byte is None or int(byte[1], 16) & 0xC0 != 0x80:
                 return at, end
         return first, end
-
-    def _read_prompt(self, seen: Sequence[int]) -> None:
-        """Pass prompt tokens to the decoder, and keep their text."""
-        for token in seen:
-            self.step(token)
-        self._seen = seen[: len(seen) - len(self.unfinished)]
-        self._before = self.tokenizer.decode(self._seen)
-        text = self.tokenizer.decode(seen)
-        self.pending = text[len(text.rstrip(REPLACEMENT)) :]
-
-    def rewind(self) -> None:
-        """Discard the decoder; `start` decodes the context's tokens again."""
-        self.decoder = None
 
 
 @dataclass(frozen=True, slots=True)

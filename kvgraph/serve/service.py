@@ -19,7 +19,7 @@ from kvgraph.progress import listening
 from kvgraph.runtime.async_engine import AsyncEngine
 from kvgraph.runtime.chat import Prompts
 from kvgraph.runtime.engine import Engine
-from kvgraph.runtime.text import TextStream
+from kvgraph.runtime.text import Alphabet, TextStream
 from kvgraph.serve.answers import Spelling
 from kvgraph.serve.errors import ServeError, require_vocabulary, too_long
 from kvgraph.serve.facts import EngineFacts, facts_of
@@ -128,7 +128,7 @@ class Served:
         Special tokens have no width. A character that several tokens form starts at the last of
         them.
         """
-        stream = TextStream(self._tokenizer("prompt"), 0)
+        stream = TextStream(Alphabet(self._tokenizer("prompt")), 0)
         stream.begin()
         offsets, at = [], 0
         for token in tokens:

@@ -15,12 +15,14 @@ import pytest
 from kvgraph.errors import CapacityError, StoreError
 from kvgraph.kv.paged import PagedKVCacheManager
 from kvgraph.kv.requests import TextContext
-from kvgraph.kv.tiers import workers
+from kvgraph.kv.tiers import jobs, workers
+from kvgraph.kv.tiers.connector import Move
 from kvgraph.kv.tiers.copies import HostCopier
 from kvgraph.kv.tiers.disk import tools
 from kvgraph.kv.tiers.host import HostStore
+from kvgraph.kv.tiers.jobs import Job
 from kvgraph.kv.tiers.tiered import TieredConnector
-from kvgraph.kv.tiers.workers import Job, TierWorkers
+from kvgraph.kv.tiers.workers import TierWorkers
 from tests.support import command_line
 from tests.support.builders import make_params, start
 from tests.support.faults import failing
@@ -249,6 +251,35 @@ def test_a_thread_that_finds_no_memory_between_jobs_goes_on(
     assert (len(store.pages), store.writes) == (5, 5)
     assert not connector._host._reserved
     assert connector.metrics().offload_dropped == 0
+
+
+@pytest.mark.parametrize("take", ["_take_copy", "_take_store"])
+def test_a_thread_that_never_finds_its_next_job_ends_the_tiers(
+    take: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Requests go on without them, and `close` returns."""
+    monkeypatch.setattr(jobs, "FIRST_PAUSE", 0.0001)
+    takes, fails = getattr(TierWorkers, take), threading.Event()
+
+    def failing_take(self: TierWorkers) -> Job | None:
+        if fails.is_set():
+            raise ValueError
+        job: Job | None = takes(self)
+        return job
+
+    monkeypatch.setattr(TierWorkers, take, failing_take)
+    store = MemoryStore()
+    manager, connector = filled(store)
+    fails.set()
+    load = connector.load([Move(b"none", manager.leaf_pools()[0], 0)])
+    connector.touch([b"a key"])  # wakes both
+    require_ended(connector, store)
+    assert caplog.text.count("a tier failed") == jobs.MOST_FAILURES
+    assert "the tiers end" in caplog.text
+    assert connector._ended.pop(connector._ended.index(load)).ok is False
+    again = start(manager, "b", range(20))
+    assert (again.cached_prefix_length, manager.is_loading("b")) == (16, False)
+    manager.close()
 
 
 @pytest.mark.parametrize("first", [0, 1])

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from kvgraph.errors import StoreError
 from kvgraph.kv.paged import PagedKVCacheManager
 from kvgraph.kv.requests import TextContext
 from kvgraph.kv.tiers.connector import Move
@@ -286,6 +287,28 @@ def test_a_store_that_cannot_be_emptied_misses_until_it_is() -> None:
     fails = False
     assert_forgotten(manager, "again")
     assert not store.pages
+
+
+def test_stores_that_are_closed() -> None:
+    """They cannot be emptied, so nothing is."""
+    store = MemoryStore()
+    manager = offered(store)
+    work(manager)
+    manager.close()
+    held = manager.committed_digests()
+    with pytest.raises(StoreError, match=r"^reset_prefix_cache: expected tiers that are open, got"):
+        manager.reset_prefix_cache()
+    assert manager.committed_digests() == held != []
+    assert len(store.pages) == 3
+
+
+def test_a_closed_manager_without_stores() -> None:
+    manager = offered()
+    work(manager)
+    manager.close()
+    manager.reset_prefix_cache()
+    assert manager.committed_digests() == []
+    assert manager.get_num_used_host_pages() == 0
 
 
 def test_pages_that_a_transfer_brings() -> None:

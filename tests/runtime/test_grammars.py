@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 
 from kvgraph import RequestError
+from kvgraph.runtime.gbnf import GBNF
 from kvgraph.runtime.grammars import Grammar, grammar_of
-from kvgraph.runtime.guide import GBNF, _compile
+from kvgraph.runtime.guide import _compile
 
 BIG = 2**53 + 1
 ENDLESS = '{"type": "object", "properties": {"x": {"$ref": "#"}}, "required": ["x"]}'

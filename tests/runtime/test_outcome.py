@@ -164,12 +164,15 @@ def test_a_text_that_cannot_be_made_ends_its_request(
     engine.submit(BAD, waits, request_id="bad")
     said = engine.step() + engine.step()
 
-    class Decoder:
-        def step(self, *_: Any) -> str:
+    class Broken:
+        special = frozenset[int]()
+
+        @property
+        def tokenizer(self) -> Any:
             raise kind("no such word")
 
     stream: Any = engine.scheduler.running[1].text
-    stream.decoder = Decoder()
+    stream._alphabet = Broken()
     while engine.busy:
         said += engine.step()
     good, bad = ([token for token in said if token.request_id == name] for name in ("good", "bad"))

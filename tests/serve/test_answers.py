@@ -12,7 +12,7 @@ from kvgraph.contract.tokenizer import byte_pieces
 from kvgraph.runtime.chat import Prompts
 from kvgraph.runtime.logprobs import Logprob, TokenLogprobs
 from kvgraph.runtime.sampling import Token
-from kvgraph.runtime.text import TextStream
+from kvgraph.runtime.text import Alphabet, TextStream
 from kvgraph.serve.answers import (
     Spelling,
     chat_logprobs,
@@ -60,7 +60,7 @@ def test_the_space_of_a_token_is_a_part_of_it(decoder: decoders.Decoder, tmp_pat
 
 def test_log_probabilities_are_of_the_text_behind_a_prompt(tmp_path: Path) -> None:
     spell = spelling(tmp_path, WORDS, LLAMA_2)
-    stream = TextStream(Prompts(tmp_path).tokenizer, 0)
+    stream = TextStream(Alphabet(Prompts(tmp_path).tokenizer), 0)
     stream.begin()
     ids = [_THE, _CAT, THE]
     prompt = stream.step(_CAT)

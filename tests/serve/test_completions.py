@@ -281,7 +281,13 @@ OPEN = [0, 66, 174, 255, 249]
 @pytest.mark.parametrize(
     ("prompt", "token", "count", "text", "offsets"),
     [
-        (OPEN, 226, 2, "a\N{SLIGHTLY SMILING FACE}", [0, 0, 1, 1, 1, 1, 2]),
+        (
+            OPEN,
+            226,
+            2,
+            "a\N{SLIGHTLY SMILING FACE}\N{REPLACEMENT CHARACTER}",
+            [0, 0, 1, 1, 1, 1, 2],
+        ),
         (OPEN[:4], 249, 1, "a\N{REPLACEMENT CHARACTER}", [0, 0, 1, 1, 2]),
         (OPEN, 67, 1, "a\N{REPLACEMENT CHARACTER}b", [0, 0, 1, 1, 1, 2]),
         (OPEN, 226, 0, "a\N{REPLACEMENT CHARACTER}", [0, 0, 1, 1, 1]),

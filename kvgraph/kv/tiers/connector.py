@@ -124,6 +124,9 @@ class Connector(Protocol):
         running transfers go on, and `poll` returns them.
         """
 
+    def require_open(self, call: str) -> None:
+        """Raise StoreError about `call` if the stores are closed, so that it cannot reach them."""
+
     def metrics(self) -> KVCacheMetrics:
         """Counters of copies and I/O since the start; `inflight_ops` is the current number."""
 

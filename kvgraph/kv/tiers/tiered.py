@@ -13,6 +13,7 @@ from collections.abc import Collection, Sequence
 from itertools import filterfalse
 from operator import attrgetter
 
+from kvgraph.errors import StoreError
 from kvgraph.kv.metrics import KVCacheMetrics
 from kvgraph.kv.tiers.connector import Lookup, Move, Transfer
 from kvgraph.kv.tiers.store import StoreStats
@@ -65,6 +66,17 @@ class TieredConnector(TierWorkers):
                         self._host.unpin(slot)
                     self._end(transfer)
                     break
+
+    def _give_up(self) -> None:
+        with self._lock:
+            self._is_closing = True
+            for transfer in [*self._loads, *[transfer for transfer, _ in self._host_loads]]:
+                self.cancel(transfer)
+            for lookup in self._lookups:
+                lookup.done = True
+            self._lookups.clear()
+            self._tell()
+        self.drop_queued()
 
     def offload(self, moves: Sequence[Move]) -> list[Move]:
         if not (self._host.num_pages or self._stores):
@@ -152,9 +164,17 @@ class TieredConnector(TierWorkers):
             self._to_clear = bool(self._stores)
             self._changed.notify_all()
             if self._num_serving:
-                self._changed.wait_for(lambda: not self._to_clear or self._is_closing)
-        if self._to_clear and not self._is_closing:
+                self._changed.wait_for(lambda: not self._to_clear or not self._num_serving)
+        if self._to_clear:
+            self.require_open("reset")
             self._clear()
+
+    def require_open(self, call: str) -> None:
+        if self._stores and self._is_closing:
+            raise StoreError(
+                f"{call}: expected tiers that are open, got tiers that were closed, and their "
+                "stores keep their pages; open the stores in a new engine or manager"
+            )
 
     def metrics(self) -> KVCacheMetrics:
         with self._lock:

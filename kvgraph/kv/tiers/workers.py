@@ -26,6 +26,7 @@ from kvgraph.contract.threads import start_all
 from kvgraph.kv.metrics import KVCacheMetrics
 from kvgraph.kv.tiers.connector import Lookup, Move, Transfer
 from kvgraph.kv.tiers.host import Bytes, HostStore, Slot
+from kvgraph.kv.tiers.jobs import Job, run_jobs
 from kvgraph.kv.tiers.store import PageStore, close_alive, close_all, held_by_each
 from kvgraph.kv.tiers.uses import Uses
 
@@ -41,8 +42,6 @@ is ended, since computing would be faster."""
 
 CLOSE_SECONDS = 10.0
 """Time for queued work when the tiers close; the rest is dropped."""
-
-Job = Callable[[], None]
 
 log = logging.getLogger("kvgraph.tiers")
 
@@ -136,6 +135,10 @@ class TierWorkers(NotCopyable):
         if dropped:
             log.warning("the tiers end: %d copies of pages are dropped unwritten", dropped)
 
+    def _give_up(self) -> None:
+        """Close, because a thread finds no jobs any more; queued work ends as if it failed."""
+        raise NotImplementedError
+
     def abandon(self) -> None:
         """Close without waiting: the last thread that ends closes the stores.
 
@@ -151,13 +154,7 @@ class TierWorkers(NotCopyable):
 
     def _serve(self, take: Callable[[], Job | None]) -> None:
         try:
-            while True:
-                try:
-                    if (job := self._next(take)) is None:
-                        break
-                    job()
-                except Exception:  # a faulty store or copier must not stop the engine
-                    log.exception("a tier failed")
+            run_jobs(partial(self._next, take), self._give_up)
         finally:
             with self._changed:
                 self._num_serving -= 1

@@ -62,6 +62,7 @@ from kvgraph.errors import (
     KVGraphError,
     MissingDependencyError,
 )
+from kvgraph.kv.memory import ONNX_BATCH_TOKENS
 from kvgraph.ops import native
 from kvgraph.runtime.external import require_model
 from kvgraph.runtime.folder import ArtifactFolder
@@ -88,7 +89,7 @@ class OnnxRuntimeSession(Session):
     `onnxruntime.set_global_thread_pool_sizes`, ONNX Runtime uses that pool instead.
     """
 
-    step_tokens = 768  # see the module's docstring
+    step_tokens = ONNX_BATCH_TOKENS  # see the module's docstring
     runs_in_one_call = True
     mapped = (WEIGHTS_NAME,)
 

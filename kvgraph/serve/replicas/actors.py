@@ -165,6 +165,8 @@ class FleetService(Service):
             return
         assert self._prefill is not None
         pages = await answer_of(self._index.cached.remote(order.chain))
+        if pages is None:  # the order would wait for a replica that may never start
+            return
         cached = self.require_loaded().facts.page_size * pages
         if order.num_tokens - cached >= PREFILL_TOKENS:
             own = order._replace(request_id=f"prefill-{order.request_id}")

@@ -31,7 +31,7 @@ from kvgraph.serve.replicas.actors import EngineReplica, ingress_app, start_inde
 from kvgraph.serve.replicas.address import hold
 from kvgraph.serve.replicas.report import DECODE, PREFILL
 from kvgraph.serve.replicas.router import PageRouter
-from kvgraph.serve.replicas.statuses import logged_statuses, reason_of
+from kvgraph.serve.replicas.statuses import StatusLog, logged_statuses, reason_of
 from kvgraph.serve.server import url_of
 from kvgraph.serve.stderr import write_text, written_behind
 from kvgraph.signal_handlers import is_heard
@@ -289,11 +289,14 @@ class _Ingress:
 def _wait_until_ready(ending: _Ending, url: str) -> bool:
     """Wait for the server; False if a signal came first. RequestError if no replica starts."""
     direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # ignores http_proxy
+    log = StatusLog()
     while not ending.first.wait(LOOK_SECONDS):
         _require_ray()
         found = serve.status().applications.get(APPLICATION)
         if found is not None and found.status in ("DEPLOY_FAILED", "UNHEALTHY"):
             raise RequestError(f"--replicas: expected replicas that start, got {reason_of(found)}")
+        if found is not None:
+            log.look(found)  # a replica that waits for resources may wait for ever
         with suppress(OSError), direct.open(url, timeout=5):
             return True
     return False

@@ -32,6 +32,9 @@ BEAT_SECONDS = 5.0
 LOAD_SECONDS = 0.25
 """Interval of reports on load alone, without changes of pages or requests."""
 
+SEND_SECONDS = 10.0
+"""Time in which a report must be answered; then its answer may be lost, and all pages are sent."""
+
 RETRY_SECONDS = 0.2
 """Pause after a report that did not arrive."""
 
@@ -116,7 +119,8 @@ class Feed:
                 return
             pause: float | None
             try:
-                pause = await self._send(report)
+                async with asyncio.timeout(SEND_SECONDS):
+                    pause = await self._send(report)
             except Exception:
                 pause = None
                 await asyncio.sleep(RETRY_SECONDS)

@@ -229,9 +229,12 @@ class RoutingIndex:
         """Facts of one engine, as all are alike; None before a report."""
         return next((known.facts for known in self._known.values()), None)
 
-    def cached(self, chain: bytes) -> int:
-        """Most pages of a prompt that the pool of any replica that answers requests holds."""
+    def cached(self, chain: bytes) -> int | None:
+        """Most pages of a prompt that the pool of any replica that answers requests holds; None if
+        no prefill replica is known, so that none could compute the others."""
         self._forget_old()
+        if all(known.role == DECODE for known in self._known.values()):
+            return None
         names = [name for name, known in self._known.items() if known.role == DECODE]
         return max(self.hits(chain, names).values(), default=0)
 

@@ -17,6 +17,9 @@ from kvgraph.serve.log import write_line
 END_SECONDS = 2.0
 """Time in which the last question must end."""
 
+SLOW = "taken more than"
+"""Words of Serve's message about a deployment that waits for resources, or for a slow start."""
+
 WELL = ("HEALTHY", "UPDATING", "UPSCALING", "DOWNSCALING")
 
 
@@ -31,6 +34,8 @@ def _reason_of(deployment: DeploymentStatusOverview) -> str:
     lines = [line.strip() for line in deployment.message.splitlines() if line.strip()]
     if errors := [line for line in lines if line.startswith("kvgraph.errors.")]:
         return str(errors[-1].partition(": ")[2])
+    if slow := [line for line in lines if SLOW in line]:
+        return str(slow[0])
     return str(lines[-1]) if lines and deployment.status not in WELL else ""
 
 

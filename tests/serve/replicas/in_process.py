@@ -27,7 +27,7 @@ class Local:
         self.index = RoutingIndex()
         self.hosts: dict[str, EngineHost] = {}
         self.asked: list[str] = []
-        self.loses_reports = False
+        self.loses_reports = self.hangs_at_reports = False
         self.fault: Callable[[str, Order, int], None] = lambda *given: None
 
     async def start(self, name: str, make: Callable[[], Engine]) -> EngineHost:
@@ -37,6 +37,8 @@ class Local:
 
     async def _report(self, report: Report) -> float | None:
         await asyncio.sleep(0)
+        if self.hangs_at_reports:
+            await asyncio.sleep(3600)
         if self.loses_reports:
             raise DeadError("the index is not there")
         return self.index.report(report)

@@ -12,6 +12,7 @@ import pytest
 
 from kvgraph import DeviceLostError, Engine, RankError, RequestError, SamplingParams
 from kvgraph.runtime.sampling import Token
+from kvgraph.serve.replicas import feed
 from kvgraph.serve.replicas import fleet as fleet_module
 from kvgraph.serve.replicas.fleet import Fleet
 from kvgraph.serve.replicas.host import ReplicaClosedError
@@ -300,6 +301,22 @@ def test_the_index_follows_pools_that_evict_and_are_reset(artifact: Path) -> Non
         assert all(len(local.index.pages(name)) > 10 for name in local.hosts)
 
     with_replicas(artifact, 2, task, num_pages=40, max_batch_size=4)
+
+
+def test_a_report_that_is_never_answered_is_sent_again(
+    artifact: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(feed, "SEND_SECONDS", 0.05)
+
+    async def task(local: Local) -> None:
+        local.hangs_at_reports = True
+        await ids_of(local, [list(range(5, 95))], GREEDY)
+        await asyncio.sleep(0.1)
+        local.hangs_at_reports = False
+        await local.until_equal()
+        assert local.index.pages("r0")
+
+    with_replicas(artifact, 1, task, num_pages=40)
 
 
 def test_prompts_computed_elsewhere(artifact: Path, tmp_path: Path) -> None:

@@ -241,9 +241,14 @@ def test_numbers_of_replicas_that_are_not_heard_of_do_not_count() -> None:
     quiet, loud = Replica("quiet"), Replica("loud")
     quiet.tell(index, 1, 2)
     loud.tell(index, 1)
+    assert index.cached(chain(1, 2)) is None, "no prefill replica would compute the others"
+    prefill = Replica("prefill", role=PREFILL)
+    prefill.tell(index)
     assert (index.cached(chain(1, 2)), index.load()[0]) == (2, 2)
     now = SILENT_SECONDS + 1
     loud.tell(index)
+    assert index.cached(chain(1, 2)) is None
+    prefill.tell(index)
     assert index.cached(chain(1, 2)) == 1
     quiet.tell(index, 1, 2)
     now += SILENT_SECONDS + 1

@@ -278,6 +278,20 @@ def test_a_prompt_is_computed_by_its_own_replica_while_the_index_hangs(
     with_replicas(artifact, 1, task, num_pages=100)
 
 
+def test_no_prompt_waits_for_a_prefill_replica_that_never_started(artifact: Path) -> None:
+    async def task(local: Local) -> None:
+        own = service(artifact, local, Handle(local.index))
+        own._prefill = Method(lambda order: pytest.fail("no prefill replica is asked"))
+        await own.load()
+        prompt = [5] * (actors.PREFILL_TOKENS + 1)
+        few = SamplingParams(max_new_tokens=4, ignore_eos=True)
+        stream = await own.require_ready().runner.submit(prompt, few)
+        assert [token.error async for tokens in stream for token in tokens] == [None] * 4
+        await own.close()
+
+    with_replicas(artifact, 1, task, num_pages=100)
+
+
 def test_requests_are_refused_while_all_replicas_are_lost(
     artifact: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -49,6 +49,20 @@ def test_a_reason_is_one_line_until_it_is_another() -> None:
     ]
 
 
+def test_a_replica_that_waits_for_resources_is_a_reason() -> None:
+    """Serve counts its deployment as one that is being updated."""
+    slow = (
+        "Deployment 'prefill' in application 'kvgraph' has 1 replicas that have taken more than "
+        "30s to be scheduled. Resources required for each replica: {'GPU': 1}."
+    )
+    lines: list[dict[str, object]] = []
+    log = statuses.StatusLog(lines.append)
+    for each in [found("UPDATING"), found("UPDATING", slow), found("HEALTHY")]:
+        log.look(each)
+    assert [line["event"] for line in lines] == ["error", "healthy"]
+    assert lines[0]["message"] == slow
+
+
 def test_statuses_are_logged_while_the_server_runs(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
