@@ -2,6 +2,7 @@
 
     python -m benchmarks.compile [--shape llama-8b] [--targets sm_80,sm_90,sm_120] [--twice]
     python -m benchmarks.compile --targets int8,int4 [--random] [--run]
+    python -m benchmarks.compile --shape gpt-oss-20b --targets stored --random --run
 
 A target is an architecture of CUDA, or `--weights` for cpu. Each compile is a process of its own,
 whose cache the null manager describes with a pool of 60 GiB. The checkpoint is a sparse file of
@@ -18,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import resource
 import shutil
@@ -28,37 +30,45 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.shapes import SHAPES
+from benchmarks.shapes import GPT_OSS, SHAPES
 from kvgraph.contract.dtypes import WEIGHTS
+from kvgraph.ops.packed import MXFP4_GROUP
 
 LIMITS = {"cuda": (300.0, 8 << 30), "cpu": (0.0, 3 << 30)}
 """Seconds and bytes; on cpu the baselines say the seconds."""
 TIMES_CP = 1.5
 EMPTY = {"vocab_size": 256, "hidden_size": 64, "intermediate_size": 64, "head_dim": 16}
+EXPERTS, SCALES = (".experts.gate_up_proj", ".experts.down_proj"), "_scales"
 SIZES = "--prompt 128 --new-tokens 32 --batches 1,8 --requests 0 --repeats 2"
 POOL_BYTES, DATA_BYTES = 60 << 30, 16 << 30
 
 
 def make_checkpoint(shape: str, folder: Path, **others: int) -> int:
-    """A bf16 checkpoint of zeros without a block on disk; returns its bytes."""
+    """A checkpoint of zeros without a block on disk, in bf16, and of gpt-oss with experts in MXFP4;
+    returns its bytes."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
     folder.mkdir()
-    config = AutoConfig.for_model(
-        "llama", **SHAPES[shape] | others, bos_token_id=1, eos_token_id=2, dtype="bfloat16"
-    )
+    kind = "gpt_oss" if shape in GPT_OSS else "llama"
+    given = (SHAPES | GPT_OSS)[shape] | others | {"dtype": "bfloat16"}
+    ids = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": None}
+    config = AutoConfig.for_model(kind, **given, **ids)
     config.save_pretrained(folder)
+    vars(config).pop("quantization_config", None)  # from_config would ask for its package
     with torch.device("meta"):
         parameters = dict(AutoModelForCausalLM.from_config(config).named_parameters())
     header, end = {}, 0
     for name, parameter in parameters.items():
-        offsets = [end, end := end + parameter.numel() * 2]
-        header[name] = {
-            "dtype": "BF16",
-            "shape": list(parameter.shape),
-            "data_offsets": offsets,
-        }
+        stored = {name: ("BF16", tuple(parameter.shape))}
+        if name.endswith(EXPERTS):
+            experts, inputs, outputs = parameter.shape
+            blocks = experts, outputs, inputs // MXFP4_GROUP
+            stored = {f"{name}_blocks": ("U8", (*blocks, MXFP4_GROUP // 2))}
+            stored[f"{name}{SCALES}"] = "U8", blocks
+        for own, (dtype, dims) in stored.items():
+            offsets = [end, end := end + math.prod(dims) * (2 if dtype == "BF16" else 1)]
+            header[own] = {"dtype": dtype, "shape": dims, "data_offsets": offsets}
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     with (folder / "model.safetensors").open("wb") as file:
@@ -68,8 +78,11 @@ def make_checkpoint(shape: str, folder: Path, **others: int) -> int:
 
 
 def fill(folder: Path, nbytes: int) -> None:
-    """Normal values in place of the zeros, the same ones again and again."""
+    """Normal values in place of the zeros, the same ones again and again; scales of MXFP4 from
+    2^-9 to 2^-6."""
     import torch
+
+    from kvgraph.contract.safetensors import read_layout
 
     values = torch.randn(1 << 24, generator=torch.Generator().manual_seed(0)).mul_(0.02)
     block = values.bfloat16().view(torch.uint8).numpy().tobytes()
@@ -77,6 +90,10 @@ def fill(folder: Path, nbytes: int) -> None:
         file.seek(-nbytes, os.SEEK_END)
         for start in range(0, nbytes, len(block)):
             file.write(block[: nbytes - start])
+        for name, tensor in read_layout(folder / "model.safetensors").items():
+            if name.endswith(SCALES):
+                file.seek(tensor.offset)
+                file.write(bytes(range(118, 122)) * (math.prod(tensor.shape) // 4))
 
 
 def run(artifact: Path) -> None:
@@ -159,7 +176,7 @@ def report(what: str, taken: dict[str, Any], nbytes: int, limits: tuple[float, i
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--shape", choices=SHAPES, default="llama-8b")
+    parser.add_argument("--shape", choices=[*SHAPES, *GPT_OSS], default="llama-8b")
     parser.add_argument("--targets", default="sm_80,sm_90,sm_120")
     parser.add_argument("--random", action="store_true", help="weights that are not zeros")
     parser.add_argument("--run", action="store_true", help="run what was compiled for cpu")

@@ -1,4 +1,4 @@
-"""Shapes of Llama models that benches compile: settings of transformers' LlamaConfig."""
+"""Shapes of models that benches compile: settings of configurations of transformers."""
 
 from __future__ import annotations
 
@@ -38,3 +38,21 @@ SHAPES: dict[str, dict[str, Any]] = {
         "max_position_embeddings": 2048,
     },
 }
+"""Llama models."""
+
+GPT_OSS: dict[str, dict[str, Any]] = {
+    "gpt-oss-20b": {
+        "num_hidden_layers": 24,
+        "num_local_experts": 32,
+        "quantization_config": {
+            "quant_method": "mxfp4",
+            "modules_to_not_convert": [
+                "model.layers.*.self_attn",
+                "model.layers.*.mlp.router",
+                "model.embed_tokens",
+                "lm_head",
+            ],
+        },
+    },
+}
+"""Models with experts in MXFP4."""

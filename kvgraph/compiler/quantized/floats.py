@@ -12,6 +12,9 @@ from kvgraph.errors import ModelError
 from kvgraph.ops.packed import E2M1, E4M3, GROUP, LEVELS, NVFP4, Form, least_group
 
 FLOAT8 = "F8_E4M3"
+PAIRS = torch.from_numpy(LEVELS[E2M1][[[byte & 15, byte >> 4] for byte in range(256)]])
+"""The two FP4 numbers of each byte: `[256, 2]`."""
+
 Block = tuple[int, int]
 
 
@@ -158,13 +161,11 @@ class FourBits(Values):
         whole = self._read_whole()
         if whole is not None:
             scales = scales * whole if self._is_factor else scales / whole
-        levels = torch.from_numpy(LEVELS[E2M1])
 
         def rows(start: int, stop: int) -> torch.Tensor:
             bytes_ = numbers(start, stop)
             of_rows = scales[start:stop]
-            nibbles = torch.stack([bytes_ & 15, bytes_ >> 4], -1)
-            grouped = levels[nibbles.long()].reshape(*of_rows.shape, -1)
+            grouped = PAIRS.index_select(0, bytes_.flatten().int()).reshape(*of_rows.shape, -1)
             found = (grouped * of_rows[..., None]).flatten(-2)
             return found.transpose(-1, -2) if self._transposed else found
 
@@ -190,10 +191,12 @@ class FourBits(Values):
 
         def rows(start: int, stop: int) -> Coded:
             bytes_, of_rows = numbers(start, stop), scales[start:stop]
-            nibbles = torch.stack([bytes_ & 15, bytes_ >> 4], -1)
+            nibbles = bytes_.short()
+            nibbles |= nibbles << 4
+            nibbles &= 0x0F0F  # in memory the low one is first
             leading = of_rows.shape[:-1]
             factors = None if factor is None else factor.expand(*leading, 1)
-            return Coded(nibbles.reshape(*leading, -1), of_rows, factors=factors)
+            return Coded(nibbles.view(torch.uint8).reshape(*leading, -1), of_rows, factors=factors)
 
         return rows
 

@@ -199,9 +199,10 @@ def read_finite(part: Plain) -> torch.Tensor:
         )
     if stored.dtype != torch.uint8:
         return require_finite(part, stored.float())
-    powers = torch.exp2(stored.double() - EXPONENT_BIAS)
+    powers = (stored.int() << 23).view(torch.float32)
+    powers[stored == 0] = 2.0**-EXPONENT_BIAS  # the bits of a zero
     powers[stored == 2 * EXPONENT_BIAS + 1] = torch.nan
-    return require_finite(part, powers.float())
+    return require_finite(part, powers)
 
 
 def require_finite(part: Plain, scales: torch.Tensor) -> torch.Tensor:
