@@ -21,6 +21,7 @@ PACKAGE = Path(kvgraph.__file__).parent
 ELSEWHERE = {
     "bench": "a process of its own",
     "serve": "tasks of an event loop",
+    "kv/tiers/jobs.py": "threads of tiers",
     "kv/tiers/workers.py": "threads of tiers",
     "rebuild": "a process of its own",
     "ops/group.py": "kept, and raised once the collective is over",

@@ -290,12 +290,14 @@ def set_masks(guides: Sequence[Guide]) -> None:
     try:
         _fill_masks(guides)
     except BaseException as error:
+        reraise_if_signalled(error)
         if not is_panic(error):
             raise
         for guide in guides:  # one by one, to find it
             try:
                 _fill_masks([guide])
             except BaseException as own:
+                reraise_if_signalled(own)
                 if not is_panic(own):
                     raise
                 guide.fail(own)
@@ -330,6 +332,7 @@ def _compile(tokenizer: LLTokenizer, grammar: Grammar) -> LLMatcher:
     try:
         return _matcher(tokenizer, grammar)
     except BaseException as error:
+        reraise_if_signalled(error)
         if not isinstance(error, ValueError) and not is_panic(error):
             raise
         raise RequestError(

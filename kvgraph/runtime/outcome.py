@@ -118,6 +118,7 @@ def _drawn_and_forced(row: Request, guide: Guide, token: int) -> list[Token]:
     try:
         forced, is_complete = guide.advance(token)
     except BaseException as error:
+        reraise_if_signalled(error)
         if not is_panic(error):
             raise
         return [_failure(row, guide.fail(error), _held_text(row))]

@@ -158,45 +158,6 @@ def test_layers_whose_tensors_are_plain(
     assert found.weights == pytest.approx(held_bytes(out), rel=0.003)
 
 
-HEADS: list[tuple[str, dict[str, Any], bool]] = [
-    ("gptq", {"lm_head": True}, True),
-    ("gptq", {}, False),
-    ("awq", {}, False),
-    ("w4a16", {}, True),
-    ("w4a16", {"ignore": ["lm_head"]}, False),
-    ("fp8", {}, False),
-    ("mxfp4-modelopt", {}, True),
-    ("mxfp4-modelopt", {"exclude_modules": ["lm_head"]}, False),
-]
-
-
-@pytest.mark.parametrize(("form", "said", "has_head"), HEADS)
-def test_a_head_in_fewer_bits(
-    form: str,
-    said: dict[str, Any],
-    has_head: bool,
-    plain: Callable[[str], Path],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """From its tensors, and from the configuration alone."""
-    is_packed, head = quantized.is_packed, "lm_head.weight" if has_head else ""
-    packs = lambda name, form: name == head or is_packed(name, form)  # noqa: E731
-    monkeypatch.setattr(quantized, "is_packed", packs)
-    folder = quantized.make(form, plain("llama"), tmp_path / "packed")
-    config = json.loads((folder / "config.json").read_text())
-    config["quantization_config"] |= said
-    (folder / "config.json").write_text(json.dumps(config))
-    out = tmp_path / "out"
-    settings = {"target": "cpu", "memory": 1 << 30, "max_seq_len": None}
-    kvgraph.compile(folder, out, backend="torch", weights="stored", check=False)
-    plans = [plan(folder, **settings)]
-    (folder / "model.safetensors").unlink()
-    plans += [plan(folder, **settings)]
-    for found in plans:
-        assert found.weights == pytest.approx(held_bytes(out), rel=0.003)
-
-
 def test_what_a_compile_cannot_read_is_refused_with_its_sentence(
     plain: Callable[[str], Path], tmp_path: Path
 ) -> None:

@@ -135,7 +135,6 @@ def said(model: huggingface.Description, config: Config) -> Checkpoint:
     """The parameters of `model` in the forms that the configuration says; none can be read."""
     modules = dict(model.module.named_modules())
     head = model.module.get_output_embeddings()  # type: ignore[operator]
-    table = _table(model.module).weight
     is_plain = {matrix: left_plain(config, ends) for matrix, ends in EXPERT.items()}
     of_linears = left_plain(config)
     state = model.module.state_dict(keep_vars=True)
@@ -151,8 +150,7 @@ def said(model: huggingface.Description, config: Config) -> Checkpoint:
         if own != "weight" or not isinstance(module, nn.Linear | Conv1D):
             return PLAIN, False
         forms = stored_forms(config, [path])
-        plain = of_linears(path) or module.weight is table
-        form = forms.head if module is head else forms.linears
+        plain, form = of_linears(path), forms.head if module is head else forms.linears
         return PLAIN if plain else form, isinstance(module, Conv1D)
 
     return Checkpoint({name: _Said(tuple(each.shape), *of(name)) for name, each in state.items()})

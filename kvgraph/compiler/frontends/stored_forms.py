@@ -73,8 +73,8 @@ class StoredForms:
 
 
 def stored_forms(config: Config, names: Sequence[str] = ()) -> StoredForms:
-    """The stored forms of a quantised checkpoint, without the lists of layers that stay plain. If
-    its configuration names several forms, the one with the most bits is taken.
+    """The stored forms of a quantised checkpoint. If its configuration names several forms, the one
+    with the most bits is taken.
 
     `names`: names of a layer, or of parts of it; forms that the configuration gives to other layers
     alone do not count.
@@ -89,25 +89,14 @@ def stored_forms(config: Config, names: Sequence[str] = ()) -> StoredForms:
     if str(given.get("quant_method")).startswith("modelopt"):
         forms = [_of_modelopt(one) for one in _each_of_modelopt(given, names)]
         widest = max(forms, key=lambda form: form.bits, default=PLAIN)
-        return StoredForms(widest, widest, widest)
+        return StoredForms(widest, widest)
     packing = given.get("format")
     if given.get("config_groups"):
         forms = [_of_group(one, packing) for one in _groups(given, names)]
     else:
         forms = [_form(one, str(packing)) for one in _settings(given, names)]
     widest = max(forms, key=lambda form: form.bits, default=PLAIN)
-    return StoredForms(widest, widest, widest if _has_head(given, names) else PLAIN)
-
-
-def _has_head(given: Config, names: Sequence[str]) -> bool:
-    """Whether a configuration of compressed-tensors, GPTQ or AWQ is for the output projection too.
-
-    compressed-tensors says of what it is not for, the others of what they are for.
-    """
-    if given.get("quant_method") == "compressed-tensors" or given.get("config_groups"):
-        return True
-    of_layers = given.get("extra_config") or {}  # auto-round's
-    return bool(given.get("lm_head")) or any(name in of_layers for name in names)
+    return StoredForms(widest, widest)
 
 
 def doubts_of(config: Config, *, has_experts: bool) -> Iterator[str]:
