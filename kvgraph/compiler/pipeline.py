@@ -281,8 +281,8 @@ def run_lower(lower: Callable[..., Lowered], traced: Traced, folder: Path) -> Lo
             cause = cause.__cause__
         raise UnsupportedError(
             f"architecture {traced.model.architecture!r}: expected operators that the onnx "
-            f"exporter has, got one that it has not: {first_line(cause).rstrip('.')}; write it with "
-            "other operators"
+            f"exporter has, got one that it has not: {first_line(cause).rstrip('.')}; write "
+            "it with other operators"
         ) from error
     lowered.notes += traced.weights.notes()
     lowered.notes += step_memory.notes_of(traced.program, traced.signature, traced.passes)
