@@ -88,7 +88,7 @@ def _indexed(layer: nn.Module) -> list[Any]:
 
 
 def _form(values: Values) -> object:
-    """What decides how a tensor is packed, besides its shape: how the checkpoint stores it."""
+    """How the checkpoint stores a tensor: this and its shape decide how it is packed."""
     return values.form, values.bits, values.stored_bits, values.x_bits
 
 
