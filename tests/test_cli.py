@@ -117,6 +117,30 @@ def test_inspect(artifact: Path) -> None:
     assert "num_page_slots x 2 x 4" in outcome.out
 
 
+def test_the_experts_of_a_mixture(
+    model_folder: Callable[[str], Path], compiled: Callable[..., Path]
+) -> None:
+    """8 experts of 128 are at work on a token, and are read by a step of one."""
+    (mixture,) = kvgraph.load(compiled("qwen3_moe")).manifest.mixtures
+    said = succeed("inspect", compiled("qwen3_moe")).out
+    line = " ".join(said.split())
+    assert (
+        f"{mixture.layers} layers of {mixture.experts}, {mixture.active} for a token: "
+        f"{mixture.parameters:,} parameters, {mixture.active_parameters:,} at work on a token"
+        in line
+    )
+    assert mixture.active_parameters == mixture.parameters * 8 // 128
+    assert "a step reads 9.0 MiB of their 144.0 MiB with 1 row, about 141.7 MiB with 64" in line
+    plan = succeed("plan", model_folder("qwen3_moe"), "--memory", "1GiB").out
+    made = json.loads(succeed("plan", model_folder("qwen3_moe"), "--memory", "1GiB", "--json").out)
+    rest = made["parameters"] - mixture.parameters
+    assert made["active_parameters"] == rest + mixture.active_parameters
+    assert f"{made['parameters']:,}; {made['active_parameters']:,}" in plan
+    read = made["read_by_step"]
+    assert read["1"] < read["64"] <= made["weights"]
+    assert "weights read by a step of 1 and 64 rows" in plan
+
+
 def test_inspect_json(artifact: Path) -> None:
     outcome = succeed("inspect", artifact, "--json")
     assert outcome.err == ""

@@ -1,7 +1,7 @@
 """Run a module with fake parameters: values are read from the checkpoint at use and freed after.
 
 At any time, memory holds the parameters of one module or of one operator at most. Of a large token
-table or output projection it holds some rows.
+table or output projection it holds some rows, and of large weights of experts those of one expert.
 """
 
 from __future__ import annotations
@@ -19,9 +19,10 @@ from torch.utils.hooks import RemovableHandle
 
 from kvgraph.compiler.checkpoint import Checkpoint
 from kvgraph.compiler.model import Model
+from kvgraph.compiler.values import Rows
 
 LARGE = 256 << 20
-"""Bytes above which the weight of a linear layer or of a table is read in pieces."""
+"""Bytes above which the weight of a linear layer, a table or experts is read in pieces."""
 
 
 class Streamed:
@@ -29,6 +30,8 @@ class Streamed:
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         self._checkpoint = checkpoint
+        self._opened: dict[str, Rows] = {}
+        self._whole: dict[str, torch.Tensor] = {}
 
     def read(self, name: str, fake: torch.Tensor) -> torch.Tensor:
         """The values of parameter `name` in the dtype of `fake`.
@@ -60,6 +63,22 @@ class Streamed:
             yield slice(start, start + len(piece)), piece
             start += len(piece)
 
+    def entry(self, name: str, fake: torch.Tensor, index: int) -> torch.Tensor:
+        """Entry `index` of the first dim of `name`: the weights of one expert."""
+        if name not in self._opened:
+            self._opened[name] = self._checkpoint.get(name, fake.dtype).open()
+        return self._opened[name](index, index + 1)[0]
+
+    def whole(self, name: str, fake: torch.Tensor) -> torch.Tensor:
+        """All values of a large stacked weight. They stay until the end of its module's call."""
+        if name not in self._whole:
+            self._whole[name] = self.read(name, fake)
+        return self._whole[name]
+
+    def _forget(self, *_: object) -> None:
+        self._opened.clear()
+        self._whole.clear()
+
     @contextlib.contextmanager
     def within(self, module: nn.Module) -> Iterator[None]:
         """Give parts of `module` their values while this context is active.
@@ -69,23 +88,25 @@ class Streamed:
         """
         hooks: list[RemovableHandle] = []
         for path, part in module.named_modules():
-            fakes: dict[str, torch.Tensor] = {
-                k: p
-                for k, p in part._parameters.items()
-                if isinstance(p, FakeTensor)
-                and not (isinstance(part, nn.Linear | nn.Embedding) and _is_large(p))
+            own = {k: p for k, p in part._parameters.items() if isinstance(p, FakeTensor)}
+            is_table = isinstance(part, nn.Linear | nn.Embedding)
+            fakes = {
+                k: p for k, p in own.items() if not (_is_stacked(p) or (is_table and _is_large(p)))
             }
             if fakes:
                 hooks += self._hooks(path, part, fakes)
+            if any(map(_is_stacked, own.values())):
+                hooks.append(part.register_forward_hook(self._forget))
         try:
             with _Elsewhere(self, module):
                 yield
         finally:
             for hook in hooks:
                 hook.remove()
+            self._forget()
 
     def _hooks(
-        self, path: str, part: nn.Module, fakes: dict[str, torch.Tensor]
+        self, path: str, part: nn.Module, fakes: Mapping[str, torch.Tensor]
     ) -> list[RemovableHandle]:
         prefix = f"{path}." if path else ""
 
@@ -104,12 +125,17 @@ def _is_large(weight: torch.Tensor) -> bool:
     return weight.numel() * weight.dtype.itemsize > LARGE
 
 
+def _is_stacked(weight: torch.Tensor) -> bool:
+    """Whether a weight is read by entry: large, with a dim of experts before two others."""
+    return weight.dim() > 2 and _is_large(weight)
+
+
 class _Elsewhere(TorchFunctionMode):
     """A torch mode that replaces fake parameters by their values in each operator's arguments.
 
     Without it the operator's result would be fake. A fake tensor that is added in place to a real
     one changes nothing, and raises no error. Large weights of linear layers and tables never become
-    whole.
+    whole, and those of experts only for an operator that needs all experts.
     """
 
     METADATA = frozenset(
@@ -137,6 +163,8 @@ class _Elsewhere(TorchFunctionMode):
 
     def _in_pieces(self, func: object, *args: object, **named: object) -> torch.Tensor | None:
         """The result of an operator that reads a large weight in pieces; None for others."""
+        if func is torch.Tensor.__getitem__:
+            return self._entry(*args)
         if func not in (linear, embedding) or len(args) < 2:
             return None
         x, weight, *rest = args
@@ -152,9 +180,23 @@ class _Elsewhere(TorchFunctionMode):
         is_known = not ((x < 0) | (x >= len(weight))).any()
         return self._streamed.embedding(name, weight, x) if is_plain and is_known else None
 
+    def _entry(self, stacked: object, index: object) -> torch.Tensor | None:
+        """Entry `index` of a large stacked weight, read alone; None for others and for slices."""
+        name = self._names.get(id(stacked))
+        if name is None or not (isinstance(stacked, torch.Tensor) and _is_stacked(stacked)):
+            return None
+        if isinstance(index, torch.Tensor) and not index.dim() and not index.is_floating_point():
+            index = index.item()
+        if type(index) is not int or not 0 <= index < len(stacked):
+            return None
+        return self._streamed.entry(name, stacked, index)
+
     def _value(self, given: torch.Tensor) -> torch.Tensor:
         name = self._names.get(id(given))
-        return given if name is None else self._streamed.read(name, given)
+        if name is None:
+            return given
+        read = self._streamed.whole if _is_stacked(given) else self._streamed.read
+        return read(name, given)
 
 
 def streamed_of(model: Model) -> Streamed | None:

@@ -185,6 +185,10 @@ class Weights:
         """Whether the values of parameter `name` are not in the program but made or read here."""
         return name in self.made or (self.checkpoint is not None and self.checkpoint.has(name))
 
+    def is_stored(self, name: str) -> bool:
+        """Whether the values of parameter `name` are read from the checkpoint as they are."""
+        return name not in self.made and self.checkpoint is not None and self.checkpoint.has(name)
+
     def pieces(self, wanted: Mapping[str, torch.dtype]) -> Iterator[Piece]:
         """Yield the pieces of every parameter in `wanted` (name -> dtype).
 

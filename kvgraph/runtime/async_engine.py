@@ -93,7 +93,7 @@ class AsyncEngine(NotCopyable):
         """
         if self._thread is not None or self.engine._is_shared:
             raise RequestError("AsyncEngine.start: the engine was started already")
-        if self._is_closed:
+        if self._is_closed or self.engine._turns.is_ended:
             raise RequestError(
                 "AsyncEngine.start: expected an engine that is open, got a closed one"
             )

@@ -210,8 +210,9 @@ class Engine(Chats, NotCopyable):
 
     @in_turn("close")
     def close(self) -> None:
-        """Finish the queued writes to tiers and close them. Close the session too if the engine
-        opened it, which ends the other ranks. Idempotent."""
+        """Finish the queued writes to tiers, and close them, and the session with its other ranks
+        if the engine opened it. Later calls raise RequestError. Idempotent."""
+        self._turns.end()
         self.kv.close()
         if self._owns_session:
             self.session.close()
@@ -233,8 +234,7 @@ class Engine(Chats, NotCopyable):
     def _run(self, batch: Batch) -> Logits:
         """Logits of the batch's rows, then of padding rows if a decode step runs padded."""
         padded = self._buckets.pad(batch) if self._buckets else None
-        bounds = None if padded is None else padded.bounds
-        step = padded or batch
+        step, bounds = padded or batch, padded.bounds if padded else None
         self._is_whole = False
         kv_inputs = self.kv.runtime_inputs(step.requests, batch_characteristics=bounds)
         self._is_whole = True

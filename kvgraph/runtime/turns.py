@@ -25,6 +25,9 @@ OWNED = "AsyncEngine"
 FORKED: Call = ("fork", 0)
 """The call that has all turns in a forked child."""
 
+CLOSED: Call = ("close", 0)
+"""The call that has all turns of an object that was closed."""
+
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -44,6 +47,9 @@ class Turns:
 
     running: Call | None = None
 
+    is_ended = False
+    """Whether the object was closed."""
+
     take: Callable[[Call], Call]
     """Take the turn unless another call has it; return the call that has it now.
 
@@ -53,18 +59,24 @@ class Turns:
     def __init__(self, owner: str) -> None:
         self._owner = owner
         attributes: dict[str, Call] = self.__dict__
-        self.take = partial(attributes.setdefault, "running")
+        self.take = self._take = partial(attributes.setdefault, "running")
         _TURNS.add(self)
 
     @contextmanager
     def owned(self) -> Iterator[None]:
         """Reject calls of all other threads: this thread runs the engine for them."""
-        own, take = get_ident(), self.take
+        own, take = get_ident(), self._take
         self.take = lambda call: take(call) if call[1] == own else (OWNED, own)
         try:
             yield
         finally:
-            self.take = take
+            if not self.is_ended:
+                self.take = take
+
+    def end(self) -> None:
+        """Reject all calls from now on, except `close`."""
+        self.is_ended, take = True, self._take
+        self.take = lambda call: take(call) if call[0] == "close" else CLOSED
 
     def overlap(self, call: Call, running: Call) -> RequestError:
         """The error of `call` while another call runs, possibly in the same thread."""
@@ -73,6 +85,11 @@ class Turns:
             return RequestError(
                 f"{self._owner}.{call[0]}: expected the process that opened it, got a fork of it; "
                 "open another one in the child"
+            )
+        if running is CLOSED:
+            return RequestError(
+                f"{self._owner}.{call[0]}: expected an open one, got one that was closed; "
+                "open another one"
             )
         if name == OWNED:
             return RequestError(

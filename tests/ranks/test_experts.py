@@ -64,8 +64,10 @@ def test_ranks_share_the_graph(compiled: Callable[..., Path]) -> None:
     assert mixture.parameters == 3 * 2 * (3 * 64 * 96 + 96 + 96 + 64)  # of one
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("architecture", ["gpt_oss", "granitemoe", "phimoe"])
+@pytest.mark.parametrize(
+    "architecture",
+    ["gpt_oss", *(pytest.param(name, marks=pytest.mark.slow) for name in ("granitemoe", "phimoe"))],
+)
 def test_the_check_compares_with_the_whole_model(architecture: str, tmp_path: Path) -> None:
     """Attention that transformers' plan leaves whole is four projections here."""
     folder = make_model(architecture, tmp_path / "m")

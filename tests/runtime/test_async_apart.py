@@ -143,10 +143,14 @@ def test_a_refusal_that_nobody_waits_for_says_nothing(
     assert caplog.text == ""
 
 
-def test_an_engine_that_was_closed_is_not_started(engine: Engine) -> None:
+@pytest.mark.parametrize("by", ["AsyncEngine", "Engine"])
+def test_an_engine_that_was_closed_is_not_started(engine: Engine, by: str) -> None:
     async def task() -> None:
         shared = AsyncEngine(engine)
-        await shared.close()
+        if by == "Engine":
+            engine.close()
+        else:
+            await shared.close()
         with pytest.raises(
             RequestError, match=r"start: expected an engine that is open, got a clo"
         ):

@@ -97,6 +97,20 @@ def test_a_call_that_overlaps_another_is_refused(engine: Engine, name: str) -> N
     assert not engine.busy
 
 
+@pytest.mark.parametrize("name", sorted(CALLS.keys() - {"close"}))
+def test_a_call_after_close_is_refused(engine: Engine, name: str) -> None:
+    engine.submit(PROMPTS[0], FEW, request_id="mine")
+    stream = engine.stream(PROMPTS[1], FEW)
+    next(stream)
+    engine.close()
+    engine.close()
+    message = rf"^Engine\.{name}: expected an open one, got one that was closed; open another one$"
+    with pytest.raises(RequestError, match=message):
+        CALLS[name](engine)
+    with pytest.raises(RequestError, match=r"^Engine\.stream: expected an open one, got one that"):
+        list(stream)
+
+
 def test_a_call_from_within_a_call_is_refused(engine: Engine) -> None:
     """As a handler of a signal makes one."""
     refused: list[str] = []

@@ -32,6 +32,7 @@ from kvgraph.compiler.sources import place
 from kvgraph.compiler.targets import Lowered
 from kvgraph.compiler.targets.core_aten import to_core_aten
 from kvgraph.compiler.targets.onnx_constants import kept_constants
+from kvgraph.compiler.targets.onnx_transposes import transposed_later
 from kvgraph.compiler.targets.weights import write_safetensors
 from kvgraph.compiler.traced import Traced
 from kvgraph.compiler.weights import Weights
@@ -96,16 +97,16 @@ def write(traced: Traced, folder: Path, passes: PassList) -> tuple[Lowered, ir.M
     Return the graph too, as it was written.
     """
     run_passes(traced, passes.program)
-    onnx_model = _translate(_core_aten(traced), traced.signature, traced.weights)
+    onnx_model, weights = _translate(_core_aten(traced), traced.signature, traced.weights)
     traced.onnx_model = onnx_model
     traced.changed("to_onnx")
     run_passes(traced, passes.onnx)
     _clean(onnx_model)
     if traced.plan.params.n_shards == 1:
-        _save(onnx_model, folder, traced.weights, INLINE_BYTES, frozenset())
+        _save(onnx_model, folder, weights, INLINE_BYTES, frozenset())
     else:
         own = _rank_names(traced.program)
-        _save(onnx_model, folder, traced.weights, INLINE_BYTES_OF_RANKS, own)
+        _save(onnx_model, folder, weights, INLINE_BYTES_OF_RANKS, own)
     counts = Counter(_op_name(node) for node in onnx_model.graph)
     lowered = Lowered(
         ops=dict(sorted(counts.items())),
@@ -128,7 +129,10 @@ def _core_aten(traced: Traced) -> ExportedProgram:
         ) from error
 
 
-def _translate(program: ExportedProgram, signature: GraphSignature, weights: Weights) -> ir.Model:
+def _translate(
+    program: ExportedProgram, signature: GraphSignature, weights: Weights
+) -> tuple[ir.Model, Weights]:
+    """The graph, and the sources of its weights, some of which it has transposed."""
     try:
         with _decomposed(program):
             translated = _to_onnx(program, signature)
@@ -137,6 +141,7 @@ def _translate(program: ExportedProgram, signature: GraphSignature, weights: Wei
     for name, value in translated.model.graph.initializers.items():
         if weights.has(name):
             value.const_value = _later(value, weights)
+    weights = transposed_later(translated.model, weights)
     try:
         with kept_constants(translated.model):
             translated.optimize()
@@ -149,7 +154,7 @@ def _translate(program: ExportedProgram, signature: GraphSignature, weights: Wei
     model.ir_version = IR_VERSION
     _name_dims(model, signature)
     _name_weights(model, program)
-    return model
+    return model, weights
 
 
 @contextlib.contextmanager
