@@ -31,6 +31,15 @@ def _rope(kind: str, **fields: float) -> Sizes:
     return {"rope_parameters": ROPE | {"rope_type": kind, **fields}}
 
 
+SEEN: Sizes = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "image_size": 32,
+    "patch_size": 16,
+}
+
 SETTINGS: dict[str, Sizes] = {
     "llama:llama3": _rope(
         "llama3",
@@ -142,6 +151,29 @@ SETTINGS: dict[str, Sizes] = {
     "qwen2_5_vl_text": {"rope_parameters": ROPE | {"mrope_section": [2, 3, 3]}},
     "qwen2_vl_text": {"rope_parameters": ROPE | {"mrope_section": [2, 3, 3]}},
     "qwen3_vl_text": {"rope_parameters": ROPE | {"mrope_section": [2, 3, 3]}},
+    "phi4_multimodal": {
+        "original_max_position_embeddings": 256,
+        "partial_rotary_factor": 1.0,
+        "vision_config": SEEN | {"crop_size": 32, "image_token_id": 158, "feature_layer": -2},
+        "audio_config": {
+            "hidden_size": 32,
+            "intermediate_size": 48,
+            "num_blocks": 1,
+            "num_attention_heads": 2,
+            "nemo_conv_channels": 32,
+            "ext_pw_out_channel": 32,
+            "audio_token_id": 159,
+            "downsample_rate": 1,
+        },
+    },
+    "longcat_flash": {"num_layers": 2, "moe_topk": 2, "zero_expert_num": 2},
+    "dbrx": {
+        "d_model": 64,
+        "n_heads": 4,
+        "n_layers": 2,
+        "attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 1.0},
+        "ffn_config": {"ffn_hidden_size": 96, "moe_num_experts": 4, "moe_top_k": 2},
+    },
     "minimax_m3_vl_text": {
         "layer_types": ["full_attention", "minimax_m3_sparse"],
         "num_hidden_layers": 2,

@@ -18,7 +18,11 @@ from typing import Any
 import torch
 from torch import nn
 from torch._guards import active_fake_mode
-from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+)
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from kvgraph import progress
@@ -223,13 +227,21 @@ def probe(decoder: Decoder, architecture: str, num_layers: int) -> tuple[LayerNe
     return tuple(seen.layers[i] for i in range(num_layers))
 
 
+ASK_FOR_VALUES = (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    GuardOnDataDependentSymNode,
+)
+"""Errors of code that asks for a tensor's values, or for a size that depends on them."""
+
+
 def _why(error: Exception, seen: Probe) -> str:
     """The reason for a refusal, from an error that the model's code raised."""
     if isinstance(error, UnsupportedError):
         return str(error)
     if not seen.layers and AskedMask.__name__ in str(error):  # model code used it as a tensor
         return Reason.NO_INTERFACE.said()
-    if isinstance(error, DataDependentOutputException | GuardOnDataDependentSymNode):
+    if isinstance(error, ASK_FOR_VALUES):
         return Reason.BY_VALUE.said()
     return Reason.NOT_ALONE.said(error=type(error).__name__)
 
