@@ -19,7 +19,7 @@ from kvgraph.compiler.checkpoint import Checkpoint
 from kvgraph.compiler.joined_forms import PLAIN_BITS, KeptAs, Takes, joined_form, nearest_form
 from kvgraph.compiler.values import Converted, Values
 from kvgraph.contract.dtypes import AS_STORED, WEIGHT_BITS
-from kvgraph.ops.packed import MOST_SUMMED, Form
+from kvgraph.ops.packed import EIGHTHS, MOST_SUMMED, Form
 from kvgraph.plural import plural
 
 NAMES = {bits: name for name, bits in WEIGHT_BITS.items()}
@@ -57,6 +57,8 @@ class Weights:
     """`where` of layers with more inputs than kernels can sum in the bits that they would have."""
     inputs_rounded: set[str] = field(default_factory=set)
     """`where` of layers with inputs that are rounded to 8 bits too."""
+    in_eighths: set[str] = field(default_factory=set)
+    """`where` of layers that are kept as stored, but with minima in eighths of their scales."""
     tables: defaultdict[str, set[str]] = field(default_factory=lambda: defaultdict(set))
     """Name of a dtype -> token tables with it that the checkpoint has in fewer bits."""
 
@@ -108,6 +110,8 @@ class Weights:
         kept = [source if can_keep else KeptAs(None, source.bits) for source in sources]
         form, is_kept = joined_form(kept, takes)
         if is_kept:
+            own = [each for each in sources if each.form and each.form.codes == EIGHTHS]
+            self.in_eighths |= {each.where for each in own}
             return form, True
         nearest = self._rounded_to(max(source.bits for source in sources), sources, takes)
         self.rounded[nearest.bits] |= {each.where for each in sources if each.bits < PLAIN_BITS}
@@ -153,6 +157,11 @@ class Weights:
             f"checkpoint has in {dtype}, whose numbers lose bits{self._count_of_experts(layers)}"
             for dtype, layers in sorted(self.narrowed.items())
         ]
+        if count := len(self.in_eighths):
+            notes.append(
+                f"weights: minima of {count} stored {plural('layer', count)} are rounded to an "
+                f"eighth of their scale{self._count_of_experts(self.in_eighths)}"
+            )
         if self.wide:
             notes.append(
                 f"weights: {self.plain} for {len(self.wide)} {plural('layer', len(self.wide))}, "
