@@ -13,7 +13,7 @@ namespace kvg {
 namespace {
 
 // Calls for which reads are expected: some tokens of a model after something was missing, and few
-// after the process waited for a page, which may be one of something else. The system is asked in
+// after the thread waited for a page, which may be one of something else. The system is asked in
 // each of them, 14 to 32 us for 4 experts of 0.8 MB.
 constexpr int64_t kAfterMissing = 256, kAfterWait = 32;
 constexpr int64_t kRows = 8;  // from one look to the next, which takes 2 us
@@ -33,7 +33,7 @@ bool Reads::expected(int64_t rows) {
 void Reads::look() {
   rows_ = 0;
   rusage now = {};
-  getrusage(RUSAGE_SELF, &now);
+  getrusage(RUSAGE_THREAD, &now);  // of the process: hundreds of us where processors are shared
   const bool has_waited = now.ru_majflt != waits_, has_read = now.ru_inblock != blocks_;
   waits_ = now.ru_majflt, blocks_ = now.ru_inblock;
   const bool has_found = !is_told_ && has_read && left_ > 0;

@@ -14,11 +14,11 @@ namespace kvg {
 // What the calls of an op on one thread know of such weights.
 class Reads {
  public:
-  Reads() { look(), left_ = 0; }  // what the process waited for before was something else
+  Reads() { look(), left_ = 0; }  // what the thread waited for before was something else
 
   // Whether weights may be missing. Ask once in each call of the op, which has so many rows. True
-  // soon after the process waited for a page of a file, until weights have been in memory for many
-  // calls.
+  // soon after this thread, which does its share of all calls, waited for a page of a file, until
+  // weights have been in memory for many calls.
   bool expected(int64_t rows);
 
   // Starts to read what is missing of [from, from + bytes), and does not wait for it. `from` may be
@@ -30,7 +30,7 @@ class Reads {
   void start_pages(uintptr_t at, size_t bytes, uintptr_t page);
 
   int64_t rows_ = 0;                // since the last look
-  int64_t waits_ = 0, blocks_ = 0;  // waits for pages of files, and blocks read, of the process
+  int64_t waits_ = 0, blocks_ = 0;  // waits for pages of files, and blocks read, of the thread
   int64_t left_ = 0;                // calls for which reads are expected
   bool is_told_ = false;            // the system says which pages are missing
 };
