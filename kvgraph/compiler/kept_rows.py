@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from kvgraph.compiler.frontends.found_instead import INSTEAD
 from kvgraph.compiler.values import Coded, CodedRows, Values
 from kvgraph.errors import ModelError
 from kvgraph.ops.packed import E2M1, EIGHTHS, INT8, LEVELS, NVFP4, Form
@@ -46,5 +45,5 @@ def _require_finite(where: str, form: Form, coded: Coded, first: int) -> None:
         at = tuple(int(i) for i in (~is_finite).nonzero()[0])
         raise ModelError(
             f"{where}{[first + at[0], *at[1:-1]]}: group {at[-1]}: expected a scale that keeps "
-            f"numbers finite in float32, got {float(scales[at]):g}: a damaged file; {INSTEAD}"
+            f"numbers finite in float32, got {float(scales[at]):g}: a damaged file"
         )

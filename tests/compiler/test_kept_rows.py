@@ -10,7 +10,6 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import kvgraph
-from kvgraph.compiler.frontends.found_instead import INSTEAD
 from kvgraph.compiler.kept_rows import in_groups
 from kvgraph.errors import ModelError
 from tests.compiler.test_stored_weights import checkpoint
@@ -48,7 +47,7 @@ def test_a_number_that_would_overflow(
     )
     rows = in_groups(layer, 0)
     says = r"up_proj.weight\w*\[0\]: group 0: expected a scale that keeps numbers finite"
-    with pytest.raises(ModelError, match=rf"{says} in float32, got {got}.*; {INSTEAD}"):
+    with pytest.raises(ModelError, match=rf"{says} in float32, got {got}"):
         rows(0, 2)
     if part == "weight_scale":
         assert len(rows(1, 3).numbers) == 2
