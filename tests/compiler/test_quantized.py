@@ -203,7 +203,7 @@ def test_damaged_weights(
     tensors = load_file(folder / "model.safetensors")
     edit(tensors)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    assert message in quantized.damaged(folder)
+    assert message in quantized.refused(folder)
 
 
 KINDS = {"fp8": "F8_E4M3", "w8a8": "I8", "gptq": "I32", "awq": "I32", "nvfp4-packed": "U8"}

@@ -19,7 +19,6 @@ from safetensors.torch import load_file, save_file
 
 import kvgraph
 from kvgraph import KVGraphError
-from kvgraph.compiler.frontends.found_instead import INSTEAD
 
 Tensors = dict[str, torch.Tensor]
 Packed = tuple[Tensors, torch.Tensor]
@@ -365,10 +364,3 @@ def refused(folder: Path) -> str:
         kvgraph.compile(folder, folder.with_name("out"), check=False)
     assert not folder.with_name("out").exists()
     return str(error.value)
-
-
-def damaged(folder: Path) -> str:
-    """What a compile says of a damaged checkpoint; its next step is another checkpoint."""
-    said = refused(folder)
-    assert INSTEAD in said
-    return said

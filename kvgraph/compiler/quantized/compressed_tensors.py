@@ -23,7 +23,6 @@ from functools import partial
 import torch
 
 from kvgraph.compiler.frontends.folder import Config, block_of
-from kvgraph.compiler.frontends.found_instead import INSTEAD
 from kvgraph.compiler.frontends.left_plain import CLASS, Group, groups_for, targets_of
 from kvgraph.compiler.frontends.stored_forms import BY_INPUT
 from kvgraph.compiler.quantized.floats import FLOAT8, FourBits, scaled
@@ -168,9 +167,7 @@ def _packed(parts: Parts, stem: str, sizes: set[int], said: set[int]) -> Values:
     read = shape.read().tolist()
     inputs = read[1]
     if read[0] != outputs or inputs < 1:
-        raise ModelError(
-            f"{shape.where}: expected {outputs} outputs and its inputs, got {read}; {INSTEAD}"
-        )
+        raise ModelError(f"{shape.where}: expected {outputs} outputs and its inputs, got {read}")
     bits = next((b for b in BITS if -(-inputs * b // 32) == words), None)
     if bits is None:
         raise parts.refuse(f"{stem}.weight_packed", "2, 4 or 8 bits", f"{words * 32 / inputs:g}")

@@ -6,7 +6,6 @@ from collections.abc import Collection
 
 import torch
 
-from kvgraph.compiler.frontends.found_instead import INSTEAD
 from kvgraph.compiler.quantized.parts import Parts, read_finite, require_finite
 from kvgraph.compiler.values import Coded, CodedRows, Plain, Rows, Values
 from kvgraph.errors import ModelError
@@ -80,8 +79,7 @@ class Scaled(Values):
         if odd.any():
             at = [int(i) for i in odd.nonzero()[0]]
             raise ModelError(
-                f"{self.where}{[first + at[0], *at[1:]]}: expected a finite number, got nan; "
-                f"{INSTEAD}"
+                f"{self.where}{[first + at[0], *at[1:]]}: expected a finite number, got nan"
             )
 
 

@@ -17,7 +17,6 @@ import numpy as np
 import torch
 
 from kvgraph.compiler.frontends.folder import Config
-from kvgraph.compiler.frontends.found_instead import INSTEAD
 from kvgraph.compiler.frontends.gguf_fields import field, refuse
 from kvgraph.compiler.frontends.gguf_file import nearest_bits, open_file
 from kvgraph.compiler.frontends.gguf_rope import is_rotary
@@ -155,8 +154,7 @@ def _require_count(path: Path, tensors: Sequence[ReaderTensor], shape: tuple[int
         return
     got = " and ".join(str([int(size) for size in tensor.shape[::-1]]) for tensor in tensors)
     raise ModelError(
-        f"{path}: {tensors[0].name}: expected {list(shape)} from its configuration, got {got}; "
-        f"{INSTEAD}"
+        f"{path}: {tensors[0].name}: expected {list(shape)} from its configuration, got {got}"
     )
 
 
@@ -214,7 +212,7 @@ def _decode(
             reraise_if_signalled(error)
             raise ModelError(
                 f"{path}: {tensor.name}: expected {list(shape)} from its configuration, got "
-                f"{list(numbers.shape)}; {INSTEAD}"
+                f"{list(numbers.shape)}"
             ) from error
         found = parsed["tensors"].get(name)
         if found is None:
@@ -223,6 +221,6 @@ def _decode(
     if tuple(found.shape) != shape:
         raise ModelError(
             f"{path}: {tensors[0].name}: expected {list(shape)} from its configuration, got "
-            f"{list(found.shape)}; {INSTEAD}"
+            f"{list(found.shape)}"
         )
     return found

@@ -28,7 +28,6 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from kvgraph.compiler.frontends.found_instead import INSTEAD
 from kvgraph.compiler.values import Coded
 from kvgraph.contract.dims import Array
 from kvgraph.errors import ModelError
@@ -55,7 +54,7 @@ def require_finite(where: str, scales: Array, is_bad: Array, first: int, kind: s
         at = tuple(int(each) for each in np.argwhere(is_bad)[0])
         raise ModelError(
             f"{where}[{first + at[0]}]: block {at[-1]}: expected a finite scale, got "
-            f"{kind}{scales[at]:g}; {INSTEAD}"
+            f"{kind}{scales[at]:g}"
         )
 
 

@@ -195,8 +195,7 @@ def read_finite(part: Plain) -> torch.Tensor:
     stored = part.read()
     if stored.dtype != torch.uint8 and not stored.dtype.is_floating_point:
         raise ModelError(
-            f"{part.where}: expected scales, floats or exponents, got {part.stored.dtype}; "
-            f"{INSTEAD}"
+            f"{part.where}: expected scales, floats or exponents, got {part.stored.dtype}"
         )
     if stored.dtype != torch.uint8:
         return require_finite(part, stored.float())
@@ -210,8 +209,7 @@ def require_finite(part: Plain, scales: torch.Tensor) -> torch.Tensor:
     if not scales.isfinite().all():
         at = [int(i) for i in (~scales.isfinite()).nonzero()[0]]
         raise ModelError(
-            f"{part.where}{at or ''}: expected a finite scale, got {float(scales[tuple(at)]):g}; "
-            f"{INSTEAD}"
+            f"{part.where}{at or ''}: expected a finite scale, got {float(scales[tuple(at)]):g}"
         )
     return scales
 
@@ -227,7 +225,7 @@ def group_of_inputs(index: Plain | None, inputs: int, count: int) -> torch.Tenso
     if not ((given >= 0) & (given < count)).all():
         raise ModelError(
             f"{index.where}: expected groups 0 to {count - 1}, got {int(given.min())} to "
-            f"{int(given.max())}; {INSTEAD}"
+            f"{int(given.max())}"
         )
     return given
 
