@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from kvgraph.compiler.frontends.found_instead import damaged
 from kvgraph.compiler.values import Coded, CodedRows, Values
-from kvgraph.errors import ModelError
 from kvgraph.ops.packed import E2M1, EIGHTHS, INT8, LEVELS, NVFP4, Form
 
 LARGEST = {codes: float(np.nanmax(np.abs(levels))) for codes, levels in LEVELS.items()}
@@ -43,7 +43,6 @@ def _require_finite(where: str, form: Form, coded: Coded, first: int) -> None:
     is_finite = (scales.float() * largest).isfinite()
     if not is_finite.all():
         at = tuple(int(i) for i in (~is_finite).nonzero()[0])
-        raise ModelError(
-            f"{where}{[first + at[0], *at[1:-1]]}: group {at[-1]}: expected a scale that keeps "
-            f"numbers finite in float32, got {float(scales[at]):g}: a damaged file"
-        )
+        place = f"{where}{[first + at[0], *at[1:-1]]}: group {at[-1]}"
+        got = f"{float(scales[at]):g}: a damaged file"
+        raise damaged(place, "a scale that keeps numbers finite in float32", got)

@@ -17,6 +17,7 @@ from typing import TypeVar
 import torch
 
 from kvgraph.compiler.checkpoint_files import StoredTensor
+from kvgraph.compiler.frontends.found_instead import INSTEAD
 from kvgraph.compiler.joined_forms import PLAIN_BITS
 from kvgraph.compiler.threads import in_order
 from kvgraph.contract.dtypes import ALL
@@ -104,6 +105,11 @@ class Values(ABC):
     def open_coded(self) -> CodedRows:
         """A function that reads stored rows; only for a tensor with a form."""
         raise NotImplementedError(self.where)
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether the checkpoint has fewer bits of it than of a plain tensor."""
+        return min(self.bits, self.stored_bits) < PLAIN_BITS
 
     @property
     def count(self) -> int:
@@ -229,6 +235,7 @@ class Cast(Derived):
         holds = str(cast.dtype).removeprefix("torch.")
         raise ModelError(
             f"{self.where}{index}: expected a finite number in {holds}, got {float(piece[at]):g}"
+            f"{f'; {INSTEAD}' if self.is_packed else ''}"
         )
 
 

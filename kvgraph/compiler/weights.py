@@ -87,7 +87,7 @@ class Weights:
         if stored is not None and stored.dtype in HALVES:
             return stored.dtype
         half = _least_rounding(self.values(name, tensor).pieces())
-        if stored is not None and min(stored.bits, stored.stored_bits) < PLAIN_BITS:
+        if stored is not None and stored.is_packed:
             self.tables[str(half).removeprefix("torch.")].add(name)
         return half
 

@@ -24,7 +24,7 @@ from kvgraph.compiler.frontends import huggingface
 from kvgraph.compiler.frontends.gguf import as_folder
 from kvgraph.compiler.frontends.gguf_file import is_decoded
 from kvgraph.errors import ModelError
-from tests.support import gguf_files
+from tests.support import gguf_files, quantized
 from tests.support.artifacts import TINY_LLAMA
 from tests.support.models import make_model
 
@@ -352,7 +352,9 @@ def test_a_tensor_of_another_shape(
     more = EXPERTS if architecture == "qwen3_moe" else {}
     folder = make_model(architecture, tmp_path / "model", **more)
     path = gguf_files.make(folder, tmp_path / "model.gguf", "Q8_0")
-    assert " from its configuration, got [" in refused(path)
+    said = refused(path)
+    assert " from its configuration, got [" in said
+    assert said.endswith(quantized.INSTEAD)
 
 
 def test_experts_stand_in_the_order_of_their_numbers(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+import kvgraph
 from kvgraph import ModelError
 from kvgraph.compiler.frontends import huggingface
 from kvgraph.compiler.frontends.folder import read_config
@@ -144,9 +145,7 @@ def test_forms_that_are_not_read(
     (folder / "config.json").write_text(json.dumps(given | {"quantization_config": config}))
     said = quantized.refused(folder)
     assert message in said
-    assert said.endswith(
-        "compile the checkpoint that it was made from, with --weights int4 or int8"
-    )
+    assert said.endswith(quantized.INSTEAD)
 
 
 def with_block(folder: Path, block: object) -> Path:
@@ -371,3 +370,26 @@ def test_a_factor_that_no_method_reads(
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     said = f"{DOWN}.{end}: expected none, got a part of {DOWN}.weight that is not read; compile the"
     assert said in quantized.refused(folder)
+
+
+KINDS = {"fp8": "F8_E4M3", "w8a8": "I8", "gptq": "I32", "awq": "I32", "nvfp4-packed": "U8"}
+
+
+@pytest.mark.parametrize("form", KINDS)
+@pytest.mark.parametrize("key", [None, "compression_config"])
+def test_numbers_without_a_word_of_their_scales(
+    form: str, key: str | None, plain: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """The older key is read; where there is none, a cast of the numbers would be another model."""
+    folder = quantized.make(form, plain("llama"), tmp_path / "packed")
+    config = json.loads((folder / "config.json").read_text())
+    own = config.pop("quantization_config")
+    (folder / "config.json").write_text(json.dumps(config | ({key: own} if key else {})))
+    if key is not None:
+        kvgraph.compile(folder, folder.with_name("out"), check=False)
+        return
+    said = f"that quantization_config in config.json says the scales of, got {KINDS[form]}; "
+    assert f"{said}compile the checkpoint that it was made from" in quantized.refused(folder)
+    (folder / "quantize_config.json").write_text(json.dumps(own))  # as early AutoGPTQ does
+    copy = "copy quantize_config.json there with its quant_method, 'gptq' or 'awq', or compile the"
+    assert f"{said}{copy} checkpoint that it was made from" in quantized.refused(folder)

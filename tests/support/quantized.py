@@ -26,6 +26,8 @@ Packed = tuple[Tensors, torch.Tensor]
 
 GROUP = 32
 ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
+INSTEAD = "; compile the checkpoint that it was made from, with --weights int4 or int8"
+"""How every refusal of such a checkpoint ends."""
 LEVELS = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
 
 

@@ -27,6 +27,8 @@ from kvgraph.signal_handlers import reraise_if_signalled
 INSTEAD = "compile the checkpoint that it was made from, with --weights int4 or int8"
 """Next step of a user whose quantised checkpoint or GGUF file is refused."""
 
+UNREAD = ": a damaged file, or a form that is not read"
+
 ADAPTER, PIPELINE = "adapter_config.json", "model_index.json"
 ADAPTER_WEIGHTS = "adapter_model."
 MERGE = "(peft: merge_and_unload, then save_pretrained) and compile that folder"
@@ -53,6 +55,11 @@ OTHERS = {
 MOST_ENTRIES = 500
 """Entries of a folder that are looked at, so that a large one takes no time."""
 MOST_NAMES = 4
+
+
+def damaged(where: str, expected: str, got: object) -> ModelError:
+    """The error for a damaged part of a quantised checkpoint or GGUF file."""
+    return ModelError(f"{where}: expected {expected}, got {got}; {INSTEAD}")
 
 
 def instead_of_a_folder(path: Path) -> str:

@@ -23,13 +23,13 @@ from functools import partial
 import torch
 
 from kvgraph.compiler.frontends.folder import Config, block_of
+from kvgraph.compiler.frontends.found_instead import damaged
 from kvgraph.compiler.frontends.left_plain import CLASS, Group, groups_for, targets_of
 from kvgraph.compiler.frontends.stored_forms import BY_INPUT
 from kvgraph.compiler.quantized.floats import FLOAT8, FourBits, scaled
 from kvgraph.compiler.quantized.integers import Integers
 from kvgraph.compiler.quantized.parts import Parts, group_size, read_finite, unpack
 from kvgraph.compiler.values import Plain, Rows, Values
-from kvgraph.errors import ModelError
 
 BITS = (2, 4, 8)
 PACKED, SCALE = ".weight_packed", ".weight_scale"
@@ -167,7 +167,7 @@ def _packed(parts: Parts, stem: str, sizes: set[int], said: set[int]) -> Values:
     read = shape.read().tolist()
     inputs = read[1]
     if read[0] != outputs or inputs < 1:
-        raise ModelError(f"{shape.where}: expected {outputs} outputs and its inputs, got {read}")
+        raise damaged(shape.where, f"{outputs} outputs and its inputs", read)
     bits = next((b for b in BITS if -(-inputs * b // 32) == words), None)
     if bits is None:
         raise parts.refuse(f"{stem}.weight_packed", "2, 4 or 8 bits", f"{words * 32 / inputs:g}")

@@ -6,9 +6,9 @@ from collections.abc import Collection
 
 import torch
 
+from kvgraph.compiler.frontends.found_instead import damaged
 from kvgraph.compiler.quantized.parts import Parts, read_finite, require_finite
 from kvgraph.compiler.values import Coded, CodedRows, Plain, Rows, Values
-from kvgraph.errors import ModelError
 from kvgraph.ops.packed import E2M1, E4M3, GROUP, LEVELS, NVFP4, Form, least_group
 
 FLOAT8 = "F8_E4M3"
@@ -78,9 +78,8 @@ class Scaled(Values):
         odd = numbers.view(torch.uint8) & 127 == 127
         if odd.any():
             at = [int(i) for i in odd.nonzero()[0]]
-            raise ModelError(
-                f"{self.where}{[first + at[0], *at[1:]]}: expected a finite number, got nan"
-            )
+            place = f"{self.where}{[first + at[0], *at[1:]]}"
+            raise damaged(place, "a finite number", "nan")
 
 
 def scaled(

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from kvgraph.compiler.frontends.folder import Config
+from kvgraph.compiler.frontends.found_instead import damaged
 from kvgraph.compiler.frontends.gguf_fields import field, refuse
 from kvgraph.compiler.frontends.gguf_file import nearest_bits, open_file
 from kvgraph.compiler.frontends.gguf_rope import is_rotary
@@ -153,9 +154,11 @@ def _require_count(path: Path, tensors: Sequence[ReaderTensor], shape: tuple[int
     if sum(int(tensor.n_elements) for tensor in tensors) == math.prod(shape):
         return
     got = " and ".join(str([int(size) for size in tensor.shape[::-1]]) for tensor in tensors)
-    raise ModelError(
-        f"{path}: {tensors[0].name}: expected {list(shape)} from its configuration, got {got}"
-    )
+    raise _misshapen(path, tensors[0], shape, got)
+
+
+def _misshapen(path: Path, tensor: ReaderTensor, shape: Sequence[int], got: object) -> ModelError:
+    return damaged(f"{path}: {tensor.name}", f"{list(shape)} from its configuration", got)
 
 
 def _order_of_rows(
@@ -210,17 +213,11 @@ def _decode(
             )
         except Exception as error:  # it expects the shape that llama.cpp writes
             reraise_if_signalled(error)
-            raise ModelError(
-                f"{path}: {tensor.name}: expected {list(shape)} from its configuration, got "
-                f"{list(numbers.shape)}"
-            ) from error
+            raise _misshapen(path, tensor, shape, list(numbers.shape)) from error
         found = parsed["tensors"].get(name)
         if found is None:
             found = torch.from_numpy(np.require(made.weights, np.float32, ["C", "W"]))
     assert found is not None
     if tuple(found.shape) != shape:
-        raise ModelError(
-            f"{path}: {tensors[0].name}: expected {list(shape)} from its configuration, got "
-            f"{list(found.shape)}"
-        )
+        raise _misshapen(path, tensors[0], shape, list(found.shape))
     return found

@@ -28,9 +28,9 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
+from kvgraph.compiler.frontends.found_instead import damaged
 from kvgraph.compiler.values import Coded
 from kvgraph.contract.dims import Array
-from kvgraph.errors import ModelError
 
 NO_EXPONENT = 255
 """The exponent of MXFP4 that is a NaN."""
@@ -52,10 +52,8 @@ def require_finite(where: str, scales: Array, is_bad: Array, first: int, kind: s
     """Raise ModelError for the first of `scales [..., blocks]` that `is_bad`."""
     if is_bad.any():
         at = tuple(int(each) for each in np.argwhere(is_bad)[0])
-        raise ModelError(
-            f"{where}[{first + at[0]}]: block {at[-1]}: expected a finite scale, got "
-            f"{kind}{scales[at]:g}"
-        )
+        place = f"{where}[{first + at[0]}]: block {at[-1]}"
+        raise damaged(place, "a finite scale", f"{kind}{scales[at]:g}")
 
 
 def _of_q8_0(where: str, data: Array, first: int) -> Coded:

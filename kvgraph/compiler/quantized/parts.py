@@ -11,7 +11,7 @@ import torch
 
 from kvgraph.compiler.checkpoint_files import StoredTensor, misplaced
 from kvgraph.compiler.frontends.folder import Config
-from kvgraph.compiler.frontends.found_instead import INSTEAD
+from kvgraph.compiler.frontends.found_instead import INSTEAD, UNREAD, damaged
 from kvgraph.compiler.frontends.left_plain import is_start
 from kvgraph.compiler.values import Plain, Rows, Values
 from kvgraph.errors import ModelError, UnsupportedError
@@ -110,19 +110,14 @@ class Parts:
         self.taken.add(name)
         found = Plain(self.stored[name])
         if 0 in found.shape:
-            raise ModelError(
-                f"{found.where}: expected numbers, got {list(found.shape)}: a damaged file; "
-                f"{INSTEAD}"
-            )
+            raise damaged(found.where, "numbers", f"{list(found.shape)}: a damaged file")
         return found
 
     def take(self, name: str, beside: str) -> Plain:
         found = self.find(name)
         if found is None:
-            raise ModelError(
-                f"{self.folder}: expected {name} beside {beside}, as {self.method} stores a "
-                f"weight, got none: a damaged file, or a form that is not read; {INSTEAD}"
-            )
+            wanted = f"{name} beside {beside}, as {self.method} stores a weight"
+            raise damaged(str(self.folder), wanted, f"none{UNREAD}")
         return found
 
     def find_index(self, name: str, inputs: int, count: int) -> Plain | None:
@@ -141,10 +136,8 @@ class Parts:
         """Raise ModelError unless `part` has one of `shapes`."""
         if part.shape not in [tuple(shape) for shape in shapes]:
             wanted = " or ".join(str(list(shape)) for shape in dict.fromkeys(map(tuple, shapes)))
-            raise ModelError(
-                f"{part.where}: expected {wanted} from the tensors beside it, got "
-                f"{list(part.shape)}: a damaged file, or a form that is not read; {INSTEAD}"
-            )
+            wanted += " from the tensors beside it"
+            raise damaged(part.where, wanted, f"{list(part.shape)}{UNREAD}")
 
     def require_dtype(self, part: Plain, *dtypes: torch.dtype) -> None:
         """Raise UnsupportedError unless `part` is stored in one of `dtypes`."""
@@ -162,18 +155,14 @@ class Parts:
         if count <= 1 or (inputs % count == 0 and (not sizes or inputs // count in sizes)):
             return
         of = " or ".join(map(str, sorted(sizes)))
-        raise ModelError(
-            f"{scales.where}: expected groups {f'of {of} ' if sizes else ''}that divide the "
-            f"{inputs} inputs, got {count}; {INSTEAD}"
-        )
+        wanted = f"groups {f'of {of} ' if sizes else ''}that divide the {inputs} inputs"
+        raise damaged(scales.where, wanted, count)
 
     def require_matrices(self, part: Plain) -> None:
         """Raise ModelError unless `part` is a matrix, or one for each expert."""
         if len(part.shape) not in (2, 3):
-            raise ModelError(
-                f"{part.where}: expected a matrix, or one for each expert, got "
-                f"{list(part.shape)}: a damaged file, or a form that is not read; {INSTEAD}"
-            )
+            got = f"{list(part.shape)}{UNREAD}"
+            raise damaged(part.where, "a matrix, or one for each expert", got)
 
     def require_matrix(self, part: Plain) -> tuple[int, int]:
         """The shape of `part`. UnsupportedError unless it has two dims."""
@@ -194,9 +183,7 @@ def read_finite(part: Plain) -> torch.Tensor:
     """
     stored = part.read()
     if stored.dtype != torch.uint8 and not stored.dtype.is_floating_point:
-        raise ModelError(
-            f"{part.where}: expected scales, floats or exponents, got {part.stored.dtype}"
-        )
+        raise damaged(part.where, "scales, floats or exponents", part.stored.dtype)
     if stored.dtype != torch.uint8:
         return require_finite(part, stored.float())
     powers = (stored.int() << 23).view(torch.float32)
@@ -208,9 +195,8 @@ def read_finite(part: Plain) -> torch.Tensor:
 def require_finite(part: Plain, scales: torch.Tensor) -> torch.Tensor:
     if not scales.isfinite().all():
         at = [int(i) for i in (~scales.isfinite()).nonzero()[0]]
-        raise ModelError(
-            f"{part.where}{at or ''}: expected a finite scale, got {float(scales[tuple(at)]):g}"
-        )
+        got = f"{float(scales[tuple(at)]):g}"
+        raise damaged(f"{part.where}{at or ''}", "a finite scale", got)
     return scales
 
 
@@ -223,10 +209,8 @@ def group_of_inputs(index: Plain | None, inputs: int, count: int) -> torch.Tenso
         return torch.arange(inputs) // max(1, inputs // count)
     given = index.read().long()
     if not ((given >= 0) & (given < count)).all():
-        raise ModelError(
-            f"{index.where}: expected groups 0 to {count - 1}, got {int(given.min())} to "
-            f"{int(given.max())}"
-        )
+        got = f"{int(given.min())} to {int(given.max())}"
+        raise damaged(index.where, f"groups 0 to {count - 1}", got)
     return given
 
 
