@@ -50,8 +50,9 @@ def _graph(model: Path) -> bytes:
 
 
 def _require_places(graph: bytes, weights: Path) -> None:
-    layout = read_layout(weights)
-    for name, (start, size) in _places(graph, weights.name).items():
+    layout, places = read_layout(weights), _places(graph, weights.name)
+    # First those that are missing: they move the others.
+    for name, (start, size) in sorted(places.items(), key=lambda place: place[0] in layout):
         found = layout.get(name)
         if found is None or (found.offset, found.nbytes) != (start, size):
             got = f"{found.nbytes} from byte {found.offset}" if found else "none"

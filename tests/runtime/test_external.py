@@ -46,7 +46,8 @@ def test_weights_that_were_written_again(
     save_file(edit(load_file(path)), path, {"note": note})
     rehash(artifact)
     expected = (
-        rf"{path}: .*: expected \d+ bytes from byte \d+, as model.onnx says, got {got}; compile "
+        rf"{path}: {HEAD if got == 'none' else '.*'}: expected \d+ bytes from byte \d+, as "
+        rf"model.onnx says, got {got}; compile "
         "the model again"
     )
     with pytest.raises(ArtifactError, match=expected):
