@@ -147,6 +147,14 @@ def test_a_file_runs_as_it_is_stored(kind: str, tmp_path: Path) -> None:
     assert min(errors) < (0.03 if kind in KINDS else 1e-6)
 
 
+def test_minima_of_layers_that_are_rounded_to_int8_are_not_counted(tmp_path: Path) -> None:
+    """Gate has minima, but is one product with up, which has none."""
+    folder = make_model("llama", tmp_path / "model", num_hidden_layers=1, **WIDE)
+    path = gguf_files.make(folder, tmp_path / "model.gguf", "Q4_1", kinds={"ffn_up": "Q8_0"})
+    manifest = kvgraph.compile(path, tmp_path / "a", page_size=16, check=False)
+    assert MINIMA.replace("8", "6", 1) in manifest.notes
+
+
 @pytest.mark.parametrize("kind", ["Q4_1", "Q4_K", "IQ4_NL"])
 def test_gpus_have_kernels_of_minima_but_not_of_levels(kind: str, tmp_path: Path) -> None:
     """Compile's own check runs them."""

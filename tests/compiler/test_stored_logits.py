@@ -130,9 +130,11 @@ def test_logits_are_those_of_the_numbers_and_tokens_do_not_depend_on_the_batch(
 GGUF = [
     ("llama yarn", "Q4_0", "", GROUPS, GROUPS),
     ("llama yarn", "Q8_0", "", GROUPS, GROUPS),
+    ("llama yarn", "Q4_1", "", GROUPS, GROUPS),
     ("qwen3 linear", "Q5_0", "", INTO_INT8, INTO_INT8),
     ("qwen3 linear", "F16", "", PLAIN, PLAIN),
     ("mixtral", "Q4_0", "Q8_0", GROUPS, GROUPS),
+    ("mixtral", "Q8_0", "Q4_1", GROUPS, GROUPS),
     ("gpt-oss", "Q8_0", "MXFP4", GROUPS, GROUPS),
 ]
 
@@ -141,7 +143,7 @@ GGUF = [
 def test_logits_of_gguf_are_those_of_the_numbers_that_the_package_reads(
     name: str, kind: str, experts: str, linear: Roundings, of_experts: Roundings, tmp_path: Path
 ) -> None:
-    """The head is stored like linear layers."""
+    """The head is stored like linear layers. Minima of Q4_1 are in eighths of the scale."""
     model, path = test_gguf_architectures.make(name, tmp_path, kind, experts=experts)
     gguf_files.meant(model, tmp_path / "meant", kind, experts)
     kvgraph.compile(path, tmp_path / "a", page_size=16, check=False)

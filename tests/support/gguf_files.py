@@ -232,6 +232,8 @@ def _turned_experts(
 def meant(folder: Path, out: Path, kind: str, experts: str = "", down: str = "") -> Path:
     """A plain checkpoint of the numbers that blocks of `make` stand for, by the gguf package.
 
+    Minima of Q4_1 are rounded to eighths of their scale, except in the table of tokens.
+
     `down`: kind of the experts' second layer, if it is another.
     """
     import gguf
@@ -248,10 +250,22 @@ def meant(folder: Path, out: Path, kind: str, experts: str = "", down: str = "")
         rows = weight.swapaxes(1, 2) if is_expert and is_turned else weight
         blocks = _blocks(np.ascontiguousarray(rows, np.float32), own)
         made = gguf.dequantize(blocks, gguf.GGMLQuantizationType[own]).reshape(rows.shape)
+        if own == "Q4_1" and not name.endswith("embed_tokens.weight"):
+            made = in_eighths(blocks, made)
         stored[name] = np.ascontiguousarray(made.swapaxes(1, 2) if rows is not weight else made)
     shutil.copytree(folder, out)
     save_file(stored, out / "model.safetensors", metadata={"format": "pt"})
     return out
+
+
+def in_eighths(blocks: np.ndarray, numbers: np.ndarray) -> np.ndarray:
+    """The `numbers` of Q4_1, with minima that are rounded to eighths of their scale."""
+    heads = np.ascontiguousarray(blocks.reshape(-1, 20)[:, :4]).view("<f2").astype(np.float32)
+    scales, minima = np.split(heads, 2, 1)
+    offsets = np.rint(8 * (8 + minima / scales))
+    assert np.abs(offsets).max() <= 127, "an offset has a byte"
+    q = np.rint((numbers.reshape(-1, 32) - minima) / scales)
+    return ((q - 8 + offsets / 8) * scales).reshape(numbers.shape)
 
 
 SCALES = {
